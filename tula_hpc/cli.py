@@ -1,0 +1,293 @@
+"""The command line.
+
+    python -m tula_hpc                                  the quickstart
+    python -m tula_hpc +experiment=NAME key=value ...   a run; -m for a sweep over comma-separated values
+    python -m tula_hpc plan ...                         what that run would submit; submits nothing
+    python -m tula_hpc status RUN                       where a run is
+    python -m tula_hpc report RUN                       write its report again
+    python -m tula_hpc settings [PREFIX]                every setting, its meaning and default
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tula_hpc import __version__
+from tula_hpc.composition import compose, compose_each, is_plain
+from tula_hpc.config import ClusterKind, Settings, check, conf_dir, data_is_missing, signature, to_plain
+from tula_hpc.display import Display, candidates_table, duration
+from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.runs import RunFolder, find_run, read_json
+
+HELP = """\
+tula_hpc {version}: how many nodes, which batch size, what will it cost, and will the accuracy survive?
+
+  python -m tula_hpc                                  quickstart: the whole loop on this machine in a few minutes
+  python -m tula_hpc +experiment=NAME key=value ...   profile, fit, choose, train, report
+  python -m tula_hpc plan +experiment=NAME ...        show what would be submitted; submits nothing
+  python -m tula_hpc status RUN                       where a run is; RUN is its folder or the beginning of its name
+  python -m tula_hpc report RUN                       write its report again
+  python -m tula_hpc settings [PREFIX]                every setting with its meaning and default
+  python -m tula_hpc -m +experiment=NAME grid.max_nodes=4,8    one run for each value
+
+The same command finds the same run folder: what is done is not repeated, and a finished run prints its result.
+Choices (GROUP=NAME; a folder of your own with such files is added by --config-dir FOLDER):
+
+{groups}
+
+Examples
+  python -m tula_hpc +experiment=resnet50_imagenet cluster=mysite --config-dir ~/tula data.root=/datasets
+  python -m tula_hpc plan +experiment=resnet50_imagenet data=synthetic grid.max_nodes=8 objective=cost
+Hydra's own options, such as --cfg job (print the composed configuration), work as well.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of `python -m tula_hpc` and `tula-hpc`; leaves with 0, 1 (the run failed) or 2 (the command is wrong)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    verb = arguments[0] if arguments else ""
+    display = Display()
+    try:
+        if verb in ("-h", "--help", "help"):
+            print(HELP.format(version=__version__, groups=_groups()))
+        elif verb == "--version":
+            print(__version__)
+        elif verb in _FOLDER_VERBS:
+            _FOLDER_VERBS[verb](arguments[1:], display)
+        elif verb == "plan":
+            _for_each_run(arguments[1:], lambda settings: _plan(settings, display))
+        elif verb and verb[0].isalpha() and "=" not in verb:
+            known = ", ".join(["plan", *_FOLDER_VERBS])
+            raise ConfigError([f"{verb!r} is not a command; there are {known}, and settings look like key=value"])
+        else:
+            _for_each_run(arguments, lambda settings: _run(settings, arguments, display))
+    except KeyboardInterrupt:
+        display.close()
+        display.say("interrupted; jobs already in Slurm's queue go on, and the same command goes on from here")
+        sys.exit(130)
+    except TulaError as error:
+        display.close()
+        print(f"tula_hpc: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _groups() -> str:
+    """The configuration groups and what they offer."""
+    lines = []
+    for folder in sorted(p for p in conf_dir().iterdir() if p.is_dir()):
+        plus = "+" if folder.name == "experiment" else ""
+        lines.append(f"  {plus + folder.name:12} {', '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
+    return "\n".join(lines)
+
+
+def _for_each_run(arguments: list[str], act: Callable[[Settings], None]) -> None:
+    """Compose the settings and act on them; in a sweep on each, going on when one fails."""
+    if not any(a.lstrip("+").startswith("experiment=") for a in arguments):
+        arguments = [*arguments, "+experiment=quickstart"]
+    if is_plain(arguments):
+        act(compose(arguments))
+        return
+    failures: list[TulaError] = []
+
+    def act_and_go_on(settings: Settings) -> None:
+        try:
+            act(settings)
+        except TulaError as error:
+            print(f"tula_hpc: {error}", file=sys.stderr)
+            failures.append(error)
+
+    compose_each(arguments, act_and_go_on)
+    if failures:
+        sys.exit(1)
+
+
+def _run(settings: Settings, arguments: list[str], display: Display) -> None:
+    settings = _ready(settings, display)
+    run = _folder(settings)
+    if run.train_result.exists() and run.report.exists():
+        display.choice(run)
+        display.result(run)
+        return
+    from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
+    from tula_hpc.control.local import LocalScheduler
+    from tula_hpc.control.slurm import SlurmScheduler
+
+    run.create()
+    on_slurm = settings.cluster.kind is ClusterKind.slurm
+    scheduler = SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
+    command = ["python", "-m", "tula_hpc", *arguments]
+    with _only_controller(run):
+        try:
+            Controller(settings, run, scheduler, display, command).go()
+        finally:
+            scheduler.close()
+
+
+def _folder(settings: Settings) -> RunFolder:
+    return RunFolder.of(settings.run_root, settings.name, signature(settings))
+
+
+def _ready(settings: Settings, display: Display) -> Settings:
+    """Settle where to run, refuse what cannot work, fetch data if asked to.
+
+    Raises:
+        ConfigError: With every problem that was found.
+    """
+    from tula_hpc.control import slurm
+
+    if settings.cluster.kind is ClusterKind.auto:
+        there, words = slurm.answers()
+        kind = ClusterKind.slurm if there else ClusterKind.local
+        settings = replace(settings, cluster=replace(settings.cluster, kind=kind))
+        display.say(f"cluster: {words}, so jobs {'go to Slurm' if there else 'run on this machine'}")
+    problems = check(settings)
+    if settings.cluster.kind is ClusterKind.slurm and not problems:
+        problems += slurm.check_site(settings)
+    if problems:
+        raise ConfigError(problems)
+    if settings.data.download and data_is_missing(settings):
+        _download(settings, display)
+    return settings
+
+
+def _download(settings: Settings, display: Display) -> None:
+    """Fetch the data set in a process of its own: this one stays free of torch."""
+    display.say(f"fetching the data set of {settings.workload.name} to {settings.data.root}")
+    fetched = subprocess.run(
+        [sys.executable, "-m", "tula_hpc.ranks.workloads"],
+        input=json.dumps(to_plain(settings)),
+        text=True,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if fetched.returncode != 0 or data_is_missing(settings):
+        raise TulaError(
+            f"the data set could not be fetched to {settings.data.root}: "
+            f"{(fetched.stderr.strip().splitlines() or ['it is still not there'])[-1]}"
+        )
+
+
+@contextmanager
+def _only_controller(run: RunFolder) -> Iterator[None]:
+    """Two controllers on one run would submit everything twice."""
+    with (run.path / "controller.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TulaError(
+                f"another tula_hpc already works on {run.path}; watch it with: python -m tula_hpc status {run.path}"
+            ) from None
+        yield
+
+
+def _plan(settings: Settings, display: Display) -> None:
+    """Candidates, jobs, node-hours and cost of the first round of profiling, and the text sbatch would get."""
+    from tula_hpc.control.controller import Controller, price_of, profiling_requests
+    from tula_hpc.control.local import LocalScheduler
+    from tula_hpc.control.slurm import SlurmScheduler
+
+    settings = _ready(settings, display)
+    run = _folder(settings)
+    on_slurm = settings.cluster.kind is ClusterKind.slurm
+    scheduler = SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
+    with _scratch_journal(run) as scratch:
+        requests = profiling_requests(Controller(settings, scratch, scheduler, display, []))
+    grid = settings.grid_candidates()
+    jobs = sum(len(candidates) for _, candidates in requests)
+    display.say(f"{len(grid)} candidates: {', '.join(c.name for c in grid)}")
+    display.say(f"search={settings.search.mode.name} profiles {jobs} of them in {len(requests)} submissions:")
+    about_s = settings.search.max_seconds + 60  # and a minute to start
+    about = atmost = 0.0
+    for request, candidates in requests:
+        names = ", ".join(c.name for c in candidates)
+        at_once = 1 if scheduler.one_host else request.max_running
+        display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} (up to {at_once} at once)")
+        about += len(candidates) * request.num_nodes * about_s / 3600
+        atmost += len(candidates) * request.num_nodes * (request.time_limit_min or 0) / 60
+    price = settings.pricing.price_per_node_hour
+    cost = f", {settings.pricing.currency}{about * price:.2f} at {price} a node-hour"
+    known = cost if settings.pricing.kind.name == "node_hour" else "; its price depends on the memory it will show"
+    display.say(f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most")
+    display.say(f"objective={settings.objective.kind.name}, price: {price_of(settings).describe()}")
+    display.say(f"the run folder would be {run.path}")
+    if isinstance(scheduler, SlurmScheduler):
+        for request, _ in requests:
+            display.say(f"\n--- sbatch gets, for {request.num_nodes} nodes:\n{scheduler.batch_text(request)}")
+            refused = scheduler.why_rejected(request)
+            display.say(f"--- sbatch --test-only: {'accepted' if refused is None else refused}")
+    display.say("nothing was submitted")
+
+
+@contextmanager
+def _scratch_journal(run: RunFolder) -> Iterator[RunFolder]:
+    """A run folder of the same name that goes away again: planning leaves nothing behind."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="tula-plan-") as folder:
+        yield RunFolder(Path(folder) / run.path.name)
+
+
+def _status(arguments: list[str], display: Display) -> None:
+    from tula_hpc.control.journal import Journal
+
+    run = _run_argument("status", arguments)
+    attempts = Journal(run.journal).state().attempts.values()
+    for attempt in attempts:
+        word = attempt.verdict.value if attempt.verdict else "in the queue or running" if attempt.job_id else "intended"
+        detail = f": {attempt.reason}" if attempt.verdict and attempt.verdict.value != "success" else ""
+        display.say(f"{attempt.job} attempt {attempt.number} [{attempt.job_id or '-'}]: {word.replace('_', ' ')}{detail}")
+    stages = {"models fitted": run.fit, "configuration chosen": run.selection, "trained": run.train_result}
+    for words, path in {**stages, "report written": run.report}.items():
+        display.say(f"{words}: {'yes' if path.exists() else 'not yet'}")
+    if run.selection.exists():
+        selection = read_json(run.selection)
+        display.console.print(candidates_table(selection))
+        display.say(selection["reason"])
+    if run.progress.exists() and not run.train_result.exists():
+        progress = read_json(run.progress)
+        display.say(f"training: {100 * progress['samples'] / progress['of_samples']:.0f} % of the samples")
+    for line in run.read_metrics()[-1:]:
+        display.say(f"epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %, {duration(line['epoch_s'])}")
+    display.say(f"run folder: {run.path}")
+
+
+def _report(arguments: list[str], display: Display) -> None:
+    from tula_hpc.report import write_report
+
+    run = _run_argument("report", arguments)
+    write_report(run)
+    display.say(f"report: {run.report}")
+    display.say(f"run folder: {run.path}")
+
+
+def _run_argument(verb: str, arguments: list[str]) -> RunFolder:
+    if len(arguments) != 1:
+        raise ConfigError([f"`{verb}` takes one run: {shlex.join(['python', '-m', 'tula_hpc', verb])} RUN"])
+    return find_run(arguments[0])
+
+
+def _settings(arguments: list[str], display: Display) -> None:
+    from tula_hpc.composition import describe_settings
+
+    prefix = arguments[0] if arguments else ""
+    lines = [line for line in describe_settings() if line.startswith(prefix)]
+    if not lines:
+        raise ConfigError([f"no setting begins with {prefix!r}; `python -m tula_hpc settings` lists them all"])
+    for line in lines:
+        display.say(line)
+
+
+_FOLDER_VERBS: dict[str, Callable[[list[str], Display], Any]] = {
+    "status": _status,
+    "report": _report,
+    "settings": _settings,
+}

@@ -1,0 +1,161 @@
+"""From command line to settings: the only file that knows Hydra."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tula_hpc import config
+from tula_hpc.config import Settings, check, conf_dir, to_plain
+from tula_hpc.errors import ConfigError
+
+
+def _register() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Settings)
+
+
+def is_plain(arguments: list[str]) -> bool:
+    """Whether the arguments are overrides only (and --config-dir), for one run, without Hydra's own options."""
+    rest = _without_config_dir(arguments)[0]
+    return not any(a.startswith("-") for a in rest)
+
+
+def _without_config_dir(arguments: list[str]) -> tuple[list[str], str | None]:
+    rest, folder = [], None
+    pending = iter(arguments)
+    for argument in pending:
+        if argument in ("--config-dir", "-cd"):
+            folder = next(pending, None)
+        elif argument.startswith("--config-dir="):
+            folder = argument.split("=", 1)[1]
+        else:
+            rest.append(argument)
+    return rest, folder
+
+
+def compose(arguments: list[str]) -> Settings:
+    """The settings that the overrides make of `conf/`.
+
+    Raises:
+        ConfigError: With every override that is wrong, and the names that are known in its place.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    overrides, folder = _without_config_dir(arguments)
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        raise ConfigError([f"--config-dir is {folder!r}, which is not a folder"])
+    search = [] if folder is None else [f"hydra.searchpath=[{_quoted(f'file://{Path(folder).expanduser().absolute()}')}]"]
+    _register()
+    problems: list[str] = []
+    composed: Any = None
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        while True:
+            try:
+                composed = OmegaConf.to_object(hydra_compose("config", overrides=[*search, *overrides]))
+                break
+            except (HydraException, OmegaConfBaseException) as error:
+                culprit = _culprit(str(error), overrides)
+                problems.append(_explain(error, culprit))
+                if culprit is None:
+                    break
+                overrides = [o for o in overrides if o != culprit]
+    if problems:
+        raise ConfigError(problems + (check(composed) if composed is not None else []))
+    return composed
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _culprit(message: str, overrides: list[str]) -> str | None:
+    """The override that an error speaks of; the last one that fits, as it is the one that counts."""
+    for override in reversed(overrides):
+        key, _, value = override.lstrip("+~").partition("=")
+        if override in message or re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message) or f"{key}/{value}" in message:
+            return override
+    return None
+
+
+def _explain(error: Exception, culprit: str | None) -> str:
+    """An error of Hydra's in one sentence that names what would have been right."""
+    message = str(error)
+    cause = str(error.__cause__) if error.__cause__ is not None else ""
+    about = "" if culprit is None else f"{culprit}: "
+    unknown = re.search(r"Key '([^']+)' (?:is not in struct|not in '(\w+)')", f"{message}\n{cause}")
+    if unknown and culprit is not None:
+        key = culprit.lstrip("+~").partition("=")[0]
+        known = [name for name, _ in _all_settings()]
+        siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+        near = difflib.get_close_matches(key, known, n=3) or siblings
+        return f"{about}no setting {key!r}; did you mean {', '.join(near)}? `settings` lists them all"
+    if "Could not find" in message or "In 'config'" in message:
+        options = re.findall(r"^\s+(\S+)$", message, flags=re.MULTILINE)
+        group = re.search(r"Could not find '([^']+)'", message)
+        if group and options:
+            return f"{about}there is no {group[1]}; known are {', '.join(options)}"
+    text = "; ".join(line.strip() for line in (cause or message).splitlines() if line.strip())
+    return about + re.sub(r";? *(full_key|reference_type|object_type)[=:]\s*\S+", "", text)
+
+
+def compose_each(arguments: list[str], act: Callable[[Settings], None]) -> None:
+    """Let Hydra handle its own options and sweeps; `act` is called with the settings of each run."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    _register()
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(
+            lambda composed: act(OmegaConf.to_object(composed))  # type: ignore[arg-type]
+        )()
+    finally:
+        sys.argv = before
+
+
+def describe_settings() -> list[str]:
+    """Every setting as one line: key, default, and the text that stands below its field."""
+    return [f"{key} = {to_plain(default)}" + (f"   {text}" if text else "") for key, (default, text) in _all_settings()]
+
+
+def _all_settings() -> Iterator[tuple[str, tuple[Any, str]]]:
+    texts = _field_texts()
+    for section in dataclasses.fields(Settings):
+        default = getattr(Settings(), section.name)
+        if dataclasses.is_dataclass(default):
+            for field in dataclasses.fields(default):
+                key = f"{section.name}.{field.name}"
+                yield key, (getattr(default, field.name), texts.get((type(default).__name__, field.name), ""))
+        else:
+            yield section.name, (default, texts.get(("Settings", section.name), ""))
+
+
+def _field_texts() -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that stands below the field in config.py."""
+    found = {}
+    for node in ast.parse(inspect.getsource(config)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                found[node.name, field.target.id] = " ".join(str(text.value.value).split())
+    return found

@@ -1,0 +1,547 @@
+"""Every setting of a run, its meaning and its rules.
+
+The dataclasses are the schema that Hydra composes `conf/` into; `check` is the one place that refuses values. It only
+complains: derived values are properties. Fields marked `result=False` do not change what a run finds out, so they are
+left out of the signature that names the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tula_hpc import imports
+from tula_hpc.candidates import Candidate, candidate_grid, doublings
+
+
+class ClusterKind(Enum):
+    auto = "auto"
+    local = "local"
+    slurm = "slurm"
+
+
+class GpuRequest(Enum):
+    gpus_per_node = "gpus_per_node"
+    gres = "gres"
+    none = "none"
+
+
+class DataKind(Enum):
+    real = "real"
+    synthetic = "synthetic"
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
+class SearchMode(Enum):
+    full = "full"
+    partial = "partial"
+
+
+class ObjectiveKind(Enum):
+    time = "time"
+    cost = "cost"
+    knee = "knee"
+
+
+class PricingKind(Enum):
+    node_hour = "node_hour"
+    memory = "memory"
+
+
+class MethodKind(Enum):
+    ags = "ags"
+    lbt = "lbt"
+
+
+class Granularity(Enum):
+    element = "element"
+    channel = "channel"
+    tensor = "tensor"
+    # `global` is a keyword, so the member cannot be written as the others are
+    model = "global"
+
+
+class Gate(Enum):
+    current = "current"
+    lagged = "lagged"
+    off = "off"
+
+
+class StepTimeForm(Enum):
+    overlap = "overlap"
+    additive = "additive"
+
+
+class Collective(Enum):
+    ring = "ring"
+    parameter_server = "parameter_server"
+
+
+def no_result(default: Any) -> Any:
+    """A field that does not change the result of a run."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"result": False})
+    return field(default=default, metadata={"result": False})
+
+
+@dataclass
+class ClusterSettings:
+    kind: ClusterKind = ClusterKind.auto
+    """Where jobs run: `slurm`, `local` (processes on this machine), or `auto`: Slurm if its controller answers."""
+    gpus_per_node: int = 0
+    """GPUs, and ranks, on each node. 0: CPUs, one rank a node."""
+    cpus_per_rank: int = 1
+    """CPU cores for each rank; also its number of threads when it computes on CPUs."""
+    memory_gib: float | None = None
+    """Host memory to ask for on each node, GiB. Null: the partition's default."""
+    partition: str | None = None
+    account: str | None = no_result(None)
+    qos: str | None = no_result(None)
+    constraint: str | None = None
+    """Node features to ask for, as `sbatch --constraint`."""
+    gpu_request: GpuRequest = GpuRequest.gpus_per_node
+    """How this site wants GPUs asked for: `--gpus-per-node`, `--gres=gpu:`, or not at all."""
+    gpu_type: str | None = None
+    """Type name in the GPU request, as in `--gpus-per-node=h100:4`. Null: any."""
+    profile_time_limit_min: int = no_result(15)
+    """Time limit of one profiling job, minutes."""
+    train_time_limit_min: int | None = no_result(None)
+    """Time limit of the training job, minutes. Null: half as long again as predicted, and ten minutes to start."""
+    max_running_jobs: int = no_result(4)
+    """Profiling jobs of one array that may run at once. On `local` always 1: they would disturb each other's times."""
+    poll_interval_s: float = no_result(10.0)
+    """Seconds between two looks at the queue."""
+    setup: list[str] = no_result([])
+    """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
+    srun_args: list[str] = no_result([])
+    """Arguments added to srun, such as `--container-image=...` at a site with containers."""
+    sbatch: dict[str, Any] = no_result({})
+    """Further sbatch options by their long name with underscores, such as `exclusive: true`."""
+    python: str | None = no_result(None)
+    """Python to run on the nodes. Null: the one that runs this command."""
+    network_interface: str | None = no_result(None)
+    """Network interface for gloo and NCCL, such as `ib0`. Null: they choose."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.gpus_per_node)
+
+
+@dataclass
+class WorkloadSettings:
+    name: str = "???"
+    model: dict[str, Any] = field(default_factory=dict)
+    """`_target_`: import path of a callable that returns a torch module; the other keys are its arguments."""
+    dataset: dict[str, Any] = field(default_factory=dict)
+    """`_target_`: import path of a callable that takes `root` and `train` (bool) and the other keys, and returns a map
+    style torch data set of (input, class index)."""
+    loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torch.nn.CrossEntropyLoss"})
+    """`_target_`: import path of the loss; called as loss(outputs, targets), mean over the batch."""
+    train_samples: int = 0
+    """Samples in the training set (D of Eq. 4a)."""
+    test_samples: int = 0
+    input_shape: list[int] = field(default_factory=list)
+    """Shape of one input, such as [3, 224, 224]; synthetic data has it."""
+    num_classes: int = 0
+    data_files: list[str] = field(default_factory=list)
+    """Paths below `data.root`; the data set is there if one of them is. Empty: nothing to check."""
+
+
+@dataclass
+class DataSettings:
+    kind: DataKind = DataKind.real
+    """`synthetic`: random tensors of the true shapes and sizes, to profile without the data."""
+    root: str = "data"
+    """Folder of the data sets, seen by every node."""
+    download: bool = no_result(False)
+    """Fetch a missing data set on this machine before anything is submitted; never on a compute node."""
+    train_samples: int | None = None
+    """Use only this many training samples. Null: all."""
+    test_samples: int | None = None
+    """Use only this many test samples. Null: all."""
+    loader_workers: int = 0
+    """Loader processes of each rank."""
+
+
+@dataclass
+class GridSettings:
+    min_nodes: int = 2
+    max_nodes: int = 16
+    """Cluster sizes tried are min_nodes, 2 min_nodes ... up to this (paper: 2 to 16)."""
+    min_global_batch: int = 32
+    """Smallest batch over all ranks (paper: 32)."""
+    max_global_batch: int | None = None
+    """Largest batch over all ranks. Null: the data set."""
+    min_batch_per_rank: int = 1
+    max_batch_per_rank: int = 1024
+    """Largest batch tried on one rank; what does not fit in memory is found out and left out."""
+
+
+@dataclass
+class SearchSettings:
+    mode: SearchMode = SearchMode.partial
+    """`full` measures every candidate; `partial` the four corners of the grid."""
+    warmup_steps: int = 5
+    """Steps dropped before timing: buckets, momentum and kernel plans are made in them."""
+    timed_steps: int = 20
+    compute_steps: int = 8
+    """Further steps without gradient synchronisation, for the compute-only time."""
+    max_seconds: float = 60.0
+    """A candidate whose steps are slow is timed for about this long, with fewer steps but at least 3 of each kind."""
+    step_time: StepTimeForm = StepTimeForm.overlap
+    """Form of the step-time model: `overlap`, or the paper's `additive` one (Eq. 2). Both are fitted and reported."""
+    collective: Collective = Collective.ring
+    """How the additive form takes gradients to be exchanged (Eq. 2c)."""
+    memory_fraction: float = 0.9
+    """Share of a rank's memory that a candidate may be predicted to use."""
+
+
+@dataclass
+class ObjectiveSettings:
+    kind: ObjectiveKind = ObjectiveKind.knee
+    """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay."""
+    tie_tolerance: float = 0.02
+    """Candidates within this share of the best count as equal; the smaller batch of them is taken."""
+
+
+@dataclass
+class PricingSettings:
+    kind: PricingKind = PricingKind.node_hour
+    price_per_node_hour: float = 2.48
+    """For `node_hour` (paper: 2.48, a cloud V100 in 2025)."""
+    price_per_gib_hour: float = 0.15
+    """For `memory`: price of one GiB of GPU memory in use for an hour (paper: 0.15)."""
+    currency: str = "$"
+
+
+@dataclass
+class MethodSettings:
+    kind: MethodKind = MethodKind.ags
+    """`ags`: adaptive gradient scaling (Algorithm 1); `lbt`: plain large-batch training."""
+    small_batch: int = 128
+    """Batch the learning rate was tuned for; AGS scales towards its gradients."""
+    delta_threshold: float = 0.5
+    """Gradient variability (Eq. 5) at which a step counts as sensitive and is left unscaled."""
+    granularity: Granularity = Granularity.element
+    """One scale an element (as printed), channel, tensor, or for the whole model (`model`)."""
+    gate: Gate = Gate.current
+    """Which step's variability decides: this one's, the last one's, or none (`off`: always scaled)."""
+    scale_floor: float | None = None
+    """Smallest scale. Null: 1 / largest scale; the paper prints none, which is 0."""
+    refresh_epochs: int = 1
+    """Epochs between two measurements of the scales."""
+    refresh_samples: int = 1
+    """Sub-batches averaged in each measurement."""
+
+
+@dataclass
+class TrainingSettings:
+    epochs: int = 10
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0005
+    milestones: list[int] = field(default_factory=list)
+    """Epochs after which the learning rate is multiplied by `lr_decay`."""
+    lr_decay: float = 0.1
+    warmup_epochs: float = 5.0
+    """Epochs of linear warm-up from a tenth of `lr`."""
+    precision: Precision = Precision.fp32
+    channels_last: bool = False
+    seed: int = 0
+    eval_batch_per_rank: int = 256
+    checkpoint_every_min: float = no_result(10.0)
+    """Minutes between two checkpoints inside an epoch; one is always written at the end of an epoch."""
+    max_relaunches: int = no_result(4)
+    """How often the training may be started again after it ran out of memory, lost a node or was ended."""
+    collective_timeout_s: float = no_result(300.0)
+    """A rank that waits longer than this for the others ends, and so does its job."""
+
+
+@dataclass
+class Settings:
+    name: str = "???"
+    """Name of the experiment; the run folder begins with it."""
+    run_root: str = no_result("runs")
+    """Folder that holds all run folders; every node must see it."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    grid: GridSettings = field(default_factory=GridSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    pricing: PricingSettings = field(default_factory=PricingSettings)
+    method: MethodSettings = field(default_factory=MethodSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+
+    @property
+    def train_samples(self) -> int:
+        """Training samples in use: the data set's, or fewer if `data.train_samples` says so."""
+        return min(self.workload.train_samples, self.data.train_samples or self.workload.train_samples)
+
+    @property
+    def test_samples(self) -> int:
+        return min(self.workload.test_samples, self.data.test_samples or self.workload.test_samples)
+
+    def grid_candidates(self) -> list[Candidate]:
+        """The candidates of this run, sorted by nodes, then batch."""
+        return candidate_grid(
+            doublings(self.grid.min_nodes, self.grid.max_nodes),
+            self.cluster.ranks_per_node,
+            doublings(self.grid.min_batch_per_rank, self.grid.max_batch_per_rank),
+            self.grid.min_global_batch,
+            min(self.grid.max_global_batch or self.train_samples, self.train_samples),
+        )
+
+
+def conf_dir() -> Path:
+    """The folder of configuration files: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def to_plain(settings: Any) -> Any:
+    """Settings as JSON-ready values; enumerations by name."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        return {f.name: to_plain(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+    if isinstance(settings, Enum):
+        return settings.name
+    if isinstance(settings, dict):
+        return {key: to_plain(value) for key, value in settings.items()}
+    if isinstance(settings, (list, tuple)):
+        return [to_plain(value) for value in settings]
+    return settings
+
+
+def from_plain(plain: dict[str, Any]) -> Settings:
+    """The settings that `to_plain` wrote; raises omegaconf's errors on keys or values the schema does not know."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), plain))  # type: ignore[return-value]
+
+
+def _result_fields(settings: Any) -> Any:
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        return {
+            f.name: _result_fields(getattr(settings, f.name))
+            for f in dataclasses.fields(settings)
+            if f.metadata.get("result", True)
+        }
+    return to_plain(settings)
+
+
+def _short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def signature(settings: Settings) -> str:
+    """Ten hex digits of everything that changes the result of the run."""
+    return _short_hash(_result_fields(settings))
+
+
+def measurement_signature(settings: Settings) -> str:
+    """Ten hex digits of everything that changes a measured step: what two runs must share to share measurements.
+
+    Objective, prices, grid, epochs and learning rates are not in it.
+    """
+    fields = _result_fields(settings)
+    steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
+    training = {key: fields["training"][key] for key in ("momentum", "precision", "channels_last")}
+    data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
+    return _short_hash([fields["cluster"], fields["workload"], data, steps, training, fields["method"]])
+
+
+_POSITIVE = (
+    "cluster.cpus_per_rank",
+    "cluster.profile_time_limit_min",
+    "cluster.train_time_limit_min",
+    "cluster.memory_gib",
+    "cluster.max_running_jobs",
+    "cluster.poll_interval_s",
+    "workload.train_samples",
+    "workload.test_samples",
+    "data.train_samples",
+    "data.test_samples",
+    "grid.min_nodes",
+    "grid.min_global_batch",
+    "grid.min_batch_per_rank",
+    "search.timed_steps",
+    "search.compute_steps",
+    "search.max_seconds",
+    "pricing.price_per_node_hour",
+    "pricing.price_per_gib_hour",
+    "method.small_batch",
+    "method.delta_threshold",
+    "method.refresh_epochs",
+    "method.refresh_samples",
+    "training.epochs",
+    "training.lr",
+    "training.lr_decay",
+    "training.eval_batch_per_rank",
+    "training.checkpoint_every_min",
+    "training.collective_timeout_s",
+)
+_NOT_NEGATIVE = (
+    "cluster.gpus_per_node",
+    "data.loader_workers",
+    "search.warmup_steps",
+    "objective.tie_tolerance",
+    "method.scale_floor",
+    "training.momentum",
+    "training.weight_decay",
+    "training.warmup_epochs",
+    "training.max_relaunches",
+)
+_RANGES = (
+    ("grid.min_nodes", "grid.max_nodes"),
+    ("grid.min_batch_per_rank", "grid.max_batch_per_rank"),
+    ("grid.min_global_batch", "grid.max_global_batch"),
+)
+
+
+def _value(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(settings: Settings) -> list[str]:
+    """Every rule the settings break, one sentence each: key, value, limit and way out. Changes nothing."""
+    problems = [
+        f"{key} is {_value(settings, key)}; it must be greater than 0"
+        for key in _POSITIVE
+        if _value(settings, key) is not None and not _value(settings, key) > 0
+    ]
+    problems += [
+        f"{key} is {_value(settings, key)}; it must be 0 or greater"
+        for key in _NOT_NEGATIVE
+        if _value(settings, key) is not None and not _value(settings, key) >= 0
+    ]
+    for low, high in _RANGES:
+        if _value(settings, high) is not None and _value(settings, low) > _value(settings, high):
+            problems.append(
+                f"{low} is {_value(settings, low)}, above {high}={_value(settings, high)}; lower the one or raise the other"
+            )
+    if not 0 < settings.search.memory_fraction <= 1:
+        problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
+    if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
+        problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
+    if settings.training.milestones != sorted(settings.training.milestones):
+        problems.append(f"training.milestones is {settings.training.milestones}; list the epochs in rising order")
+    if problems:  # what follows computes with these values
+        return problems
+    return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
+
+
+def _check_grid(settings: Settings) -> list[str]:
+    if settings.grid_candidates():
+        return []
+    grid, largest = settings.grid, doublings(settings.grid.min_nodes, settings.grid.max_nodes)[-1]
+    ranks = settings.cluster.ranks_per_node
+    reach = f"{grid.min_nodes * ranks * grid.min_batch_per_rank} to {largest * ranks * grid.max_batch_per_rank}"
+    limit = min(grid.max_global_batch or settings.train_samples, settings.train_samples)
+    return [
+        f"the grid is empty: {grid.min_nodes} to {largest} nodes x {ranks} ranks x {grid.min_batch_per_rank} to "
+        f"{grid.max_batch_per_rank} a rank give global batches of {reach}, and grid.min_global_batch="
+        f"{grid.min_global_batch} to {limit} (grid.max_global_batch, or the {settings.train_samples} training samples) "
+        "are allowed; widen one of them"
+    ]
+
+
+def _check_workload(settings: Settings) -> list[str]:
+    problems = []
+    for part in ("model", "dataset", "loss"):
+        node = getattr(settings.workload, part)
+        if "_target_" not in node:
+            problems.append(
+                f"workload.{part} has no _target_; give the import path of a callable, such as {_EXAMPLES[part]}"
+            )
+        elif (reason := imports.why_not_importable(str(node["_target_"]))) is not None:
+            problems.append(f"workload.{part}._target_ is {node['_target_']}: {reason}")
+    if settings.data.kind is DataKind.synthetic and not (settings.workload.input_shape and settings.workload.num_classes):
+        problems.append(
+            "data=synthetic needs workload.input_shape and workload.num_classes; set them to the shape of one input and "
+            "the number of classes"
+        )
+    return problems
+
+
+_EXAMPLES = {
+    "model": "torchvision.models.resnet18",
+    "dataset": "tula_hpc.ranks.workloads.cifar100",
+    "loss": "torch.nn.CrossEntropyLoss",
+}
+
+
+def data_is_missing(settings: Settings) -> bool:
+    """Whether the data set should be below `data.root` and is not."""
+    files = settings.workload.data_files
+    return (
+        settings.data.kind is DataKind.real
+        and bool(files)
+        and not any((Path(settings.data.root).expanduser() / name).exists() for name in files)
+    )
+
+
+def _check_data(settings: Settings) -> list[str]:
+    if settings.data.download or not data_is_missing(settings):
+        return []
+    root = Path(settings.data.root).expanduser().absolute()
+    return [
+        f"data.root is {root}, which holds none of {', '.join(settings.workload.data_files)}; set data.root to the folder "
+        "that does, or data.download=true to fetch the data set on this machine, or data=synthetic to profile without it"
+    ]
+
+
+def _check_local(settings: Settings) -> list[str]:
+    """GPUs of this machine must be as many as the largest local candidate has ranks."""
+    if settings.cluster.kind is not ClusterKind.local or settings.cluster.gpus_per_node == 0:
+        return []
+    largest = max(c.world_size for c in settings.grid_candidates())
+    present = count_local_gpus()
+    if largest <= present:
+        return []
+    return [
+        f"grid.max_nodes is {settings.grid.max_nodes} with cluster.gpus_per_node={settings.cluster.gpus_per_node}: that "
+        f"needs {largest} GPUs and this machine has {present}; lower one of them, or set cluster.gpus_per_node=0 for CPUs"
+    ]
+
+
+def count_local_gpus() -> int:
+    """NVIDIA GPUs of this machine, asked without torch; 0 if nvidia-smi is missing or fails."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return 0
+    try:
+        listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def software_versions() -> dict[str, str]:
+    """Versions that a later reader of the run folder wants to know; read from package metadata, imports nothing."""
+    from importlib import metadata
+
+    versions = {"python": sys.version.split()[0]}
+    for package in ("tula-hpc", "torch", "torchvision", "submitit", "hydra-core", "numpy", "scipy", "pandas"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions

@@ -1,0 +1,365 @@
+"""The order of the stages: profile, fit, choose, train, report. A stage whose file exists is not repeated."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import PricingKind, Settings, measurement_signature, software_versions, to_plain
+from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
+from tula_hpc.control.journal import Attempt, Journal, State
+from tula_hpc.control.scheduler import JobRequest, Scheduler
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import Display
+from tula_hpc.errors import RecordError, TulaError
+from tula_hpc.models.memory import MemoryFit, fit_memory
+from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
+from tula_hpc.models.search import close_infeasible, next_candidates
+from tula_hpc.models.selection import candidate_table, select
+from tula_hpc.models.step_time import StepTimeFit, fit_step_time
+from tula_hpc.ranks.timings import read_point
+from tula_hpc.runs import RunFolder, read_json, write_json, write_text
+
+# Ends that say nothing about the candidate, so the job may be run again: once in profiling, where the next run of the
+# command tries anyway, and `training.max_relaunches` times in training.
+RETRIED = frozenset({Verdict.preempted, Verdict.node_failure, Verdict.incomplete, Verdict.never_started})
+RETRIES_IN_PROFILING = 1
+
+
+@dataclass
+class Controller:
+    """One run of the whole loop."""
+
+    settings: Settings
+    run: RunFolder
+    scheduler: Scheduler
+    display: Display
+    command: list[str]
+    """The command line that reproduces the run."""
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.run.journal)
+        self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler)
+
+    def go(self) -> None:
+        """Every stage that is not done yet.
+
+        Raises:
+            TulaError: If nothing could be measured, nothing is feasible, or the training cannot be brought to an end.
+        """
+        self._write_down_the_run()
+        self.jobs.adopt()
+        if not self.run.fit.exists():
+            self._profile()
+            self._fit()
+        if not self.run.selection.exists():
+            self._choose()
+        self.display.choice(self.run)
+        if not self.run.train_result.exists():
+            self._train()
+        if not self.run.report.exists():
+            self._report()
+        self.display.result(self.run)
+
+    def _write_down_the_run(self) -> None:
+        import yaml
+
+        self.run.create()
+        if not self.run.config.exists():
+            write_text(self.run.config, yaml.safe_dump(to_plain(self.settings), sort_keys=False))
+        if not self.run.plan.exists():
+            write_json(
+                self.run.plan,
+                {
+                    "candidates": [c.name for c in self.settings.grid_candidates()],
+                    "search": self.settings.search.mode.name,
+                    "measurement_signature": measurement_signature(self.settings),
+                    "command": self.command,
+                    "working_dir": os.getcwd(),
+                    "runs_on": self.scheduler.name,
+                    "software": software_versions(),
+                    "started": time.time(),
+                },
+            )
+
+    # --- profiling ------------------------------------------------------------------------------------------------
+
+    def _profile(self) -> None:
+        """Measure what the search asks for, round by round; a round may depend on what did not fit in the last."""
+        self._take_over_measurements()
+        grid = self.settings.grid_candidates()
+        retries: Counter[Candidate] = Counter()
+        given_up: set[Candidate] = set()
+        began, done_before = time.monotonic(), len(self._measured())
+        while True:
+            measured, infeasible = self._measured(), self._infeasible()
+            wanted = next_candidates(self.settings.search.mode.name, grid, measured | given_up, infeasible)
+            running = [a for a in self.journal.state().attempts.values() if a.verdict is None]
+            if not wanted and not running:
+                break
+            wanted = [c for c in wanted if profile_job(c) not in {a.job for a in running}]
+            for nodes in sorted({c.num_nodes for c in wanted}):
+                self.jobs.submit("profile", [c for c in wanted if c.num_nodes == nodes])
+            total = len(measured) + len(wanted) + len(running)
+
+            def on_look(looks: list[Look], total: int = total) -> None:
+                self._drop_larger_batches(looks)
+                done = total - sum(look.verdict is None for look in looks)
+                elapsed = time.monotonic() - began
+                rate = (done - done_before) / elapsed if done > done_before else 0.0
+                self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
+
+            self.jobs.wait(on_look, self._poll_interval_s)
+            for candidate in wanted:
+                attempt = self.journal.state().last(profile_job(candidate))
+                if attempt is None or attempt.verdict in (Verdict.success, Verdict.skipped, None):
+                    continue
+                if attempt.verdict in RETRIED and retries[candidate] < RETRIES_IN_PROFILING:
+                    retries[candidate] += 1
+                elif not attempt.verdict.out_of_memory:
+                    given_up.add(candidate)
+                self.display.say(f"{candidate.name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
+        if not self._measured():
+            reasons = "\n".join(f"  {c.name}: {why}" for c, why in {**self._infeasible_because(), **self._failed_because()}.items())
+            raise TulaError(
+                f"no candidate could be measured, so there is nothing to choose from:\n{reasons}\n"
+                f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again after mending this."
+            )
+
+    def _drop_larger_batches(self, looks: list[Look]) -> None:
+        """What did not fit with one batch need not be tried with a larger one on the same nodes."""
+        for look in looks:
+            if look.verdict is None or not look.verdict.out_of_memory:
+                continue
+            failed = look.attempt
+            larger = [
+                a
+                for a in self.journal.state().attempts.values()
+                if a.verdict is None and a.num_nodes == failed.num_nodes and a.batch_per_rank > failed.batch_per_rank
+            ]
+            if larger:
+                self.jobs.cancel(larger, f"batch {failed.batch_per_rank} a rank already ran out of memory")
+
+    def _measured(self) -> set[Candidate]:
+        return {self.jobs.candidate(a) for a in _profiled(self.journal.state(), {Verdict.success})}
+
+    def _infeasible(self) -> set[Candidate]:
+        return set(self._infeasible_because())
+
+    def _infeasible_because(self) -> dict[Candidate, str]:
+        """Candidates that did not fit in memory, and what was seen."""
+        state = self.journal.state()
+        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, {Verdict.cuda_oom, Verdict.host_oom})}
+        for attempt in _profiled(state, {Verdict.success}):
+            if self._point(attempt)["allocator_retries"] > 0:
+                found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
+        return found
+
+    def _failed_because(self) -> dict[Candidate, str]:
+        """Candidates that ended without a measurement for other reasons than memory: nobody knows whether they work."""
+        state = self.journal.state()
+        last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
+        skipped = {Verdict.success, Verdict.cuda_oom, Verdict.host_oom, Verdict.skipped, None}
+        return {
+            self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled"
+            for a in last
+            if a is not None and a.verdict not in skipped
+        }
+
+    def _point(self, attempt: Attempt) -> dict[str, Any]:
+        return read_point(self.run.attempt(attempt.job, attempt.number), self.jobs.candidate(attempt))
+
+    def _take_over_measurements(self) -> None:
+        """Copy what other runs under the same root have measured of the same steps on the same machines."""
+        mine = measurement_signature(self.settings)
+        grid = {profile_job(c) for c in self.settings.grid_candidates()}
+        for plan in sorted(self.run.path.parent.glob("*/plan.json")):
+            other = RunFolder(plan.parent)
+            try:
+                if other.path == self.run.path or read_json(plan)["measurement_signature"] != mine:
+                    continue
+                attempts = Journal(other.journal).state().attempts.values()
+            except (RecordError, KeyError):
+                continue
+            known = {a.job for a in self.journal.state().attempts.values()}
+            taken = [
+                a
+                for a in attempts
+                if a.job in grid - known and a.verdict in (Verdict.success, Verdict.cuda_oom, Verdict.host_oom)
+            ]
+            for attempt in taken:
+                source, target = other.attempt(attempt.job, attempt.number), self.run.attempt(attempt.job, attempt.number)
+                shutil.copytree(source.path, target.path, dirs_exist_ok=True)
+                self.journal.intend(attempt)
+                self.journal.concluded(attempt, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
+            if taken:
+                self.display.say(f"{len(taken)} measurements taken over from {other.path}")
+
+    # --- models and choice ------------------------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        """Both step-time forms and the memory model, from every measured point."""
+        because = self._infeasible_because()
+        attempts = _profiled(self.journal.state(), {Verdict.success})
+        points = [self._point(attempt) for attempt in attempts]
+        usable = [p for p, a in zip(points, attempts, strict=True) if self.jobs.candidate(a) not in because]
+        if not usable:
+            raise TulaError("every measured candidate needed allocator retries; lower grid.max_batch_per_rank")
+        table = pd.DataFrame(usable).drop(columns=["hosts"])
+        forms = {
+            form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
+            for form in ("overlap", "additive")
+        }
+        out_of_memory = [c.batch_per_rank for c in because]
+        memory = fit_memory(table, out_of_memory)
+        fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
+        write_json(
+            self.run.fit,
+            {
+                "points": points,
+                "step_time": forms,
+                "step_time_form": self.settings.search.step_time.name,
+                "memory": memory.to_dict(),
+                "memory_limit_gib": limit if math.isfinite(limit) else None,
+                "memory_fraction": fraction,
+                "max_batch_per_rank": memory.max_batch_per_rank(limit, fraction) if math.isfinite(limit) else None,
+                "infeasible": {c.name: why for c, why in because.items()},
+                "failed": {c.name: why for c, why in self._failed_because().items()},
+            },
+        )
+
+    def _choose(self) -> None:
+        fit = read_json(self.run.fit)
+        grid = self.settings.grid_candidates()
+        table = candidate_table(
+            grid,
+            StepTimeFit.from_dict(fit["step_time"][fit["step_time_form"]]),
+            MemoryFit.from_dict(fit["memory"]),
+            price_of(self.settings),
+            self.settings.train_samples,
+            self.settings.training.epochs,
+            fit["memory_limit_gib"],
+            fit["memory_fraction"],
+            {Candidate.from_name(name, self.settings.cluster.ranks_per_node) for name in fit["infeasible"]},
+            pd.DataFrame(fit["points"]),
+        )
+        for row, candidate in enumerate(grid):
+            if candidate.name in fit["failed"]:
+                table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
+        objective = self.settings.objective
+        choice = select(table, objective.kind.name, objective.tie_tolerance)
+        write_json(
+            self.run.selection,
+            {
+                **choice.to_dict(),
+                "price": price_of(self.settings).describe(),
+                "currency": self.settings.pricing.currency,
+                "candidates": [_plain_row(row) for row in table.to_dict("records")],
+            },
+        )
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Train at the chosen configuration; go on from the checkpoint with a smaller batch when memory runs out."""
+        chosen = read_json(self.run.selection)
+        candidate = Candidate(chosen["num_nodes"], chosen["batch_per_rank"], chosen["gpus_per_node"])
+        train_time_s = chosen["predicted"]["train_time_s"]
+        relaunches = 0
+        while True:
+            last = self.journal.state().last(TRAIN)
+            if last is not None and last.verdict is not None and last.verdict.out_of_memory:
+                candidate = self._next_smaller(self.jobs.candidate(last), last.reason)
+            elif last is not None:
+                candidate = self.jobs.candidate(last)
+            if last is None or last.verdict is not None:
+                self.jobs.submit(TRAIN, [candidate], self._train_time_limit_min(train_time_s))
+            self.jobs.wait(self._show_training, self._poll_interval_s)
+            last = self.journal.state().last(TRAIN)
+            assert last is not None and last.verdict is not None
+            if last.verdict is Verdict.success:
+                return
+            self.display.say(f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}")
+            relaunches += 1
+            again = last.verdict.out_of_memory or last.verdict in RETRIED or last.verdict is Verdict.timeout
+            if not again or relaunches > self.settings.training.max_relaunches:
+                raise TulaError(
+                    f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
+                    f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the newest "
+                    "checkpoint."
+                )
+
+    def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
+        """The next smaller batch of the same cluster; derived from the batch that failed, whatever came before."""
+        smaller = [
+            c
+            for c in self.settings.grid_candidates()
+            if c.num_nodes == failed.num_nodes and c.batch_per_rank < failed.batch_per_rank
+        ]
+        if not smaller:
+            raise TulaError(
+                f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank on "
+                f"{failed.num_nodes} nodes ({reason}); lower grid.min_batch_per_rank or grid.min_global_batch, or give "
+                "the job more memory (cluster.memory_gib)"
+            )
+        self.display.say(f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}")
+        return smaller[-1]
+
+    def _train_time_limit_min(self, train_time_s: float) -> int:
+        limit = self.settings.cluster.train_time_limit_min
+        return limit if limit is not None else math.ceil(train_time_s * 1.5 / 60) + 10
+
+    def _show_training(self, looks: list[Look]) -> None:
+        try:
+            progress = read_json(self.run.progress)
+        except RecordError:
+            progress = {"samples": 0, "of_samples": 1}
+        self.display.training(looks, progress, self.run.read_metrics()[-1:])
+
+    def _report(self) -> None:
+        from tula_hpc.report import write_report
+
+        write_report(self.run)
+
+    @property
+    def _poll_interval_s(self) -> float:
+        return 0.2 if self.scheduler.one_host else self.settings.cluster.poll_interval_s
+
+
+def profiling_requests(controller: Controller) -> list[tuple[JobRequest, list[Candidate]]]:
+    """What the first round of profiling would submit if nothing was measured yet."""
+    grid = controller.settings.grid_candidates()
+    wanted = next_candidates(controller.settings.search.mode.name, grid, set(), set())
+    requests = []
+    for nodes in sorted({c.num_nodes for c in wanted}):
+        candidates = [c for c in wanted if c.num_nodes == nodes]
+        requests.append((controller.jobs.request("profile", candidates, dict.fromkeys(candidates, 1)), candidates))
+    return requests
+
+
+def price_of(settings: Settings) -> Price:
+    pricing = settings.pricing
+    if pricing.kind is PricingKind.memory:
+        return MemoryPrice(pricing.price_per_gib_hour)
+    return NodeHourPrice(pricing.price_per_node_hour)
+
+
+def _profiled(state: State, verdicts: set[Verdict]) -> list[Attempt]:
+    return [a for a in state.attempts.values() if a.job != TRAIN and a.verdict in verdicts]
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A table row for JSON: unknown numbers are null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else _plain(v) for k, v in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

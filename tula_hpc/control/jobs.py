@@ -1,0 +1,191 @@
+"""From a wish to a verdict: attempts are intended, submitted, watched, and judged by the evidence they leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings, to_plain
+from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.scheduler import JobRequest, Scheduler
+from tula_hpc.control.verdicts import Evidence, QueueState, Verdict, conclude
+from tula_hpc.errors import RecordError
+from tula_hpc.ranks.timings import read_point
+from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
+
+TRAIN = "train"
+
+
+def profile_job(candidate: Candidate) -> str:
+    return f"profile/{candidate.name}"
+
+
+@dataclass(frozen=True)
+class Look:
+    """One attempt as seen in one look at the queue."""
+
+    attempt: Attempt
+    state: QueueState
+    verdict: Verdict | None
+
+
+class Jobs:
+    """The jobs of one run: submits attempts and finds out how they ended."""
+
+    def __init__(self, settings: Settings, run: RunFolder, journal: Journal, scheduler: Scheduler):
+        self._settings = settings
+        self._run = run
+        self._journal = journal
+        self._scheduler = scheduler
+        self._unheard_since: dict[tuple[str, int], float] = {}
+
+    def request(self, job: str, candidates: list[Candidate], number_of: dict[Candidate, int]) -> JobRequest:
+        """The submission for candidates of one node count; pure but for the tag, which no other submission has."""
+        cluster = self._settings.cluster
+        count = len(self._journal.state().attempts)
+        kind = "profile" if job != TRAIN else TRAIN
+        nodes = candidates[0].num_nodes
+        folders = [
+            self._run.attempt(profile_job(c) if kind == "profile" else TRAIN, number_of[c]) for c in candidates
+        ]
+        return JobRequest(
+            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{count + 1}",
+            attempts=tuple(folders),
+            num_nodes=nodes,
+            ranks_per_node=cluster.ranks_per_node,
+            time_limit_min=cluster.profile_time_limit_min if kind == "profile" else cluster.train_time_limit_min,
+            max_running=cluster.max_running_jobs,
+        )
+
+    def submit(self, kind: str, candidates: list[Candidate], time_limit_min: int | None = None) -> None:
+        """Write down what is wanted, submit it, write down the ids.
+
+        Args:
+            kind: `profile` or `train`.
+            candidates: Of one node count; a training is submitted alone.
+            time_limit_min: Instead of the configured limit.
+
+        Raises:
+            SubmissionRejected: If the scheduler refuses; the attempts are then on record as never started.
+        """
+        state = self._journal.state()
+        job_of = {c: profile_job(c) if kind == "profile" else TRAIN for c in candidates}
+        number_of = {c: len(state.of(job_of[c])) + 1 for c in candidates}
+        request = self.request(kind, candidates, number_of)
+        if time_limit_min is not None:
+            request = replace(request, time_limit_min=time_limit_min)
+        attempts = []
+        for candidate, folder in zip(candidates, request.attempts, strict=True):
+            self._write_request(kind, candidate, folder)
+            attempt = Attempt(
+                job_of[candidate], number_of[candidate], request.tag, candidate.batch_per_rank, candidate.num_nodes
+            )
+            self._journal.intend(attempt)
+            attempts.append(attempt)
+        try:
+            job_ids = self._scheduler.submit(request)
+        except Exception as error:
+            for attempt in attempts:
+                self._journal.concluded(attempt, Verdict.never_started, str(error))
+            raise
+        for attempt, job_id in zip(attempts, job_ids, strict=True):
+            self._journal.submitted(attempt, job_id)
+
+    def _write_request(self, kind: str, candidate: Candidate, folder: AttemptFolder) -> None:
+        write_json(
+            folder.request,
+            {
+                "kind": kind,
+                "settings": to_plain(self._settings),
+                "num_nodes": candidate.num_nodes,
+                "gpus_per_node": candidate.gpus_per_node,
+                "batch_per_rank": candidate.batch_per_rank,
+                "ranks_on_host": candidate.world_size if self._scheduler.one_host else candidate.gpus_per_node,
+                "working_dir": os.getcwd(),
+            },
+        )
+
+    def adopt(self) -> None:
+        """Find the ids of attempts whose submission an earlier controller did not live to record."""
+        by_tag: dict[str, list[Attempt]] = {}
+        for attempt in self._journal.state().attempts.values():
+            by_tag.setdefault(attempt.tag, []).append(attempt)
+        for tag, attempts in by_tag.items():
+            for index, attempt in enumerate(attempts):
+                if attempt.job_id is None and attempt.verdict is None:
+                    job_id = self._scheduler.find(tag, index)
+                    if job_id is not None:
+                        self._journal.submitted(attempt, job_id)
+                    else:
+                        self._journal.concluded(attempt, Verdict.never_started, "it never reached the queue")
+
+    def look(self) -> list[Look] | None:
+        """See where every attempt without a verdict is, and judge those that ended; None if nothing could be learnt."""
+        open_attempts = [a for a in self._journal.state().attempts.values() if a.verdict is None and a.job_id]
+        states = self._scheduler.states([a.job_id for a in open_attempts if a.job_id])
+        if states is None:
+            return None
+        looks = []
+        for attempt in open_attempts:
+            state = states[attempt.job_id or ""]
+            verdict = None if state.active else self._judge(attempt, state)
+            looks.append(Look(attempt, state, verdict))
+        return looks
+
+    def _judge(self, attempt: Attempt, state: QueueState) -> Verdict | None:
+        """The verdict on an attempt that is no longer in the queue; None while its files may still be on their way."""
+        evidence = self._evidence(attempt, state)
+        first_seen = self._unheard_since.setdefault(attempt.key, time.monotonic())
+        files_may_come = state in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
+        if not evidence.complete and files_may_come and time.monotonic() - first_seen < self._scheduler.file_lag_s:
+            return None
+        verdict, reason = conclude(evidence)
+        self._journal.concluded(attempt, verdict, reason)
+        return verdict
+
+    def _evidence(self, attempt: Attempt, state: QueueState) -> Evidence:
+        folder = self._run.attempt(attempt.job, attempt.number)
+        missing = self._what_is_missing(attempt, folder)
+        errors = tuple((error["kind"], error["message"]) for error in folder.errors())
+        return Evidence(
+            complete=missing is None,
+            started=folder.claim.exists(),
+            queue=state,
+            rank_errors=errors,
+            log_tail=self._scheduler.log_tail(folder, attempt.job_id or "") if missing else "",
+            incomplete_because=missing or "",
+        )
+
+    def _what_is_missing(self, attempt: Attempt, folder: AttemptFolder) -> str | None:
+        try:
+            if attempt.job == TRAIN:
+                read_json(self._run.train_result)
+            else:
+                read_point(folder, self.candidate(attempt))
+        except RecordError as error:
+            return str(error)
+        return None
+
+    def candidate(self, attempt: Attempt) -> Candidate:
+        return Candidate(attempt.num_nodes, attempt.batch_per_rank, self._settings.cluster.ranks_per_node)
+
+    def cancel(self, attempts: Collection[Attempt], reason: str) -> None:
+        """End attempts that are no longer wanted, and put down why."""
+        self._scheduler.cancel([a.job_id for a in attempts if a.job_id])
+        for attempt in attempts:
+            self._journal.concluded(attempt, Verdict.skipped, reason)
+
+    def wait(self, on_look: Callable[[list[Look]], None], poll_interval_s: float) -> None:
+        """Look again and again until every attempt has its verdict. `on_look` is called after each look."""
+        while True:
+            looks = self.look()
+            if looks is not None:
+                on_look(looks)
+                if all(look.verdict is not None for look in looks):
+                    if not any(a.verdict is None for a in self._journal.state().attempts.values()):
+                        return
+                    continue
+            time.sleep(poll_interval_s)

@@ -1,0 +1,116 @@
+"""What the controller decided and learnt, one small file per event, never changed; the state is a fold over them.
+
+An event is written before or after the thing it speaks of in the order that makes a crash harmless: the intent before
+`sbatch`, the id after it, the verdict after the evidence was read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.runs import read_json, sync_folder, write_json
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a job, as the journal tells it."""
+
+    job: str
+    """`profile/<candidate>` or `train`."""
+    number: int
+    tag: str
+    """Unique name under which the scheduler knows it."""
+    batch_per_rank: int
+    num_nodes: int
+    job_id: str | None = None
+    """The scheduler's id; None between intent and submission."""
+    verdict: Verdict | None = None
+    reason: str = ""
+    submitted_at: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.job, self.number
+
+
+@dataclass(frozen=True)
+class State:
+    """All attempts of a run, in the order they were intended."""
+
+    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+
+    def of(self, job: str) -> list[Attempt]:
+        """Attempts at one job, oldest first."""
+        return [a for a in self.attempts.values() if a.job == job]
+
+    def last(self, job: str) -> Attempt | None:
+        attempts = self.of(job)
+        return attempts[-1] if attempts else None
+
+
+class Journal:
+    """The events of one run folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every event, oldest first."""
+        for path in sorted(self._folder.glob("[0-9]*.json")):
+            yield read_json(path)
+
+    def state(self) -> State:
+        """The fold."""
+        attempts: dict[tuple[str, int], Attempt] = {}
+        for event in self.events():
+            key = (event.get("job", ""), event.get("attempt", 0))
+            if event["event"] == "intent":
+                attempts[key] = Attempt(
+                    event["job"], event["attempt"], event["tag"], event["batch_per_rank"], event["num_nodes"]
+                )
+            elif event["event"] == "submitted":
+                attempts[key] = replace(attempts[key], job_id=event["job_id"], submitted_at=event["time"])
+            elif event["event"] == "verdict":
+                attempts[key] = replace(attempts[key], verdict=Verdict(event["verdict"]), reason=event["reason"])
+        return State(attempts)
+
+    def intend(self, attempt: Attempt) -> None:
+        self._append(
+            "intent",
+            job=attempt.job,
+            attempt=attempt.number,
+            tag=attempt.tag,
+            batch_per_rank=attempt.batch_per_rank,
+            num_nodes=attempt.num_nodes,
+        )
+
+    def submitted(self, attempt: Attempt, job_id: str) -> None:
+        self._append("submitted", job=attempt.job, attempt=attempt.number, job_id=job_id)
+
+    def concluded(self, attempt: Attempt, verdict: Verdict, reason: str) -> None:
+        self._append("verdict", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason)
+
+    def note(self, text: str) -> None:
+        """Something a reader of the journal should know, such as measurements taken over from another run."""
+        self._append("note", text=text)
+
+    def _append(self, event: str, **values: Any) -> None:
+        """Write the next event under a number nobody else has taken."""
+        temporary = self._folder / f".event-{os.getpid()}"
+        write_json(temporary, {"event": event, "time": time.time(), **values})
+        number = len(list(self._folder.glob("[0-9]*.json"))) + 1
+        while True:
+            try:
+                os.link(temporary, self._folder / f"{number:06d}-{event}.json")
+                break
+            except FileExistsError:
+                number += 1
+        temporary.unlink()
+        sync_folder(self._folder)

@@ -1,0 +1,132 @@
+"""Run jobs as processes on this machine, one job at a time so that they do not disturb each other's measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import IO
+
+from tula_hpc.config import Settings
+from tula_hpc.control.scheduler import JobRequest, tail
+from tula_hpc.control.verdicts import QueueState
+from tula_hpc.runs import AttemptFolder
+
+# How long the ranks that are left may take to report, once one has failed.
+LAST_WORDS_S = 3.0
+
+
+@dataclass
+class _Job:
+    attempt: AttemptFolder
+    num_ranks: int
+    time_limit_min: int | None
+    state: QueueState = QueueState.pending
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    logs: list[IO[bytes]] = field(default_factory=list)
+    started: float = 0.0
+    failing_since: float | None = None
+
+
+class LocalScheduler:
+    """A queue of one on this machine. Jobs end when the controller does: nobody would look after them."""
+
+    name = "this machine"
+    one_host = True
+    file_lag_s = 0.0
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._jobs: dict[str, _Job] = {}
+
+    def submit(self, request: JobRequest) -> list[str]:
+        ids = []
+        for attempt in request.attempts:
+            job_id = f"local-{uuid.uuid4().hex[:12]}"
+            ranks = request.num_nodes * request.ranks_per_node
+            self._jobs[job_id] = _Job(attempt, ranks, request.time_limit_min)
+            ids.append(job_id)
+        return ids
+
+    def find(self, tag: str, index: int) -> str | None:
+        return None  # what an earlier controller started here ended with it
+
+    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState]:
+        for job in self._jobs.values():
+            if job.state is QueueState.running:
+                self._look_at(job)
+        if not any(job.state is QueueState.running for job in self._jobs.values()):
+            waiting = next(((i, job) for i, job in self._jobs.items() if job.state is QueueState.pending), None)
+            if waiting is not None:
+                self._start(*waiting)
+        return {i: self._jobs[i].state if i in self._jobs else QueueState.absent for i in job_ids}
+
+    def cancel(self, job_ids: Collection[str]) -> None:
+        for job_id in job_ids:
+            if job_id in self._jobs and self._jobs[job_id].state.active:
+                self._end(self._jobs[job_id], QueueState.cancelled)
+
+    def log_tail(self, attempt: AttemptFolder, job_id: str) -> str:
+        logs = sorted(attempt.path.glob("rank-*.log"))
+        return "\n".join(tail(log.read_text(errors="replace")) for log in logs)
+
+    def close(self) -> None:
+        self.cancel(list(self._jobs))
+
+    def _start(self, job_id: str, job: _Job) -> None:
+        threads = str(self._settings.cluster.cpus_per_rank)
+        for rank in range(job.num_ranks):
+            environment = {
+                **os.environ,
+                "TULA_RANK": str(rank),
+                "TULA_WORLD_SIZE": str(job.num_ranks),
+                "TULA_LOCAL_RANK": str(rank),
+                "TULA_LAUNCH": job_id,
+                "OMP_NUM_THREADS": threads,
+                "PYTHONUNBUFFERED": "1",
+            }
+            if sys.platform == "linux":  # the host's name may not resolve on a laptop
+                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            log = job.attempt.rank_log(rank).open("wb")
+            job.logs.append(log)
+            command = [sys.executable, "-m", "tula_hpc.ranks.job", str(job.attempt.path)]
+            job.processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C goes to the controller, which ends them in order
+                )
+            )
+        job.started = time.monotonic()
+        job.state = QueueState.running
+
+    def _look_at(self, job: _Job) -> None:
+        codes = [process.poll() for process in job.processes]
+        if all(code == 0 for code in codes):
+            self._end(job, QueueState.completed)
+        elif any(code not in (None, 0) for code in codes):
+            job.failing_since = job.failing_since or time.monotonic()
+            if None not in codes or time.monotonic() - job.failing_since > LAST_WORDS_S:
+                # nobody but the kernel's memory killer sends SIGKILL to a rank that is not being ended by us
+                killed = -signal.SIGKILL in codes
+                self._end(job, QueueState.out_of_memory if killed else QueueState.failed)
+        elif job.time_limit_min is not None and time.monotonic() - job.started > 60 * job.time_limit_min:
+            self._end(job, QueueState.timeout)
+
+    def _end(self, job: _Job, state: QueueState) -> None:
+        for process in job.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # loader workers of an ended rank are still in its group
+            process.wait()
+        for log in job.logs:
+            log.close()
+        job.state = state

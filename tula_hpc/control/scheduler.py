@@ -1,0 +1,61 @@
+"""What the controller asks of whatever runs its jobs: Slurm, or this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tula_hpc.control.verdicts import QueueState
+from tula_hpc.runs import AttemptFolder
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One submission: attempts that need the same allocation, submitted together (on Slurm as one array)."""
+
+    tag: str
+    """Unique name of letters, digits and dashes, under which the submission is found again."""
+    attempts: tuple[AttemptFolder, ...]
+    num_nodes: int
+    ranks_per_node: int
+    time_limit_min: int | None
+    max_running: int
+    """How many of the attempts may run at once."""
+
+
+class Scheduler(Protocol):
+    """Runs requests and says where they are. Nothing here decides what a job's end means."""
+
+    name: str
+    """How a user calls it."""
+    one_host: bool
+    """All ranks of a job share this machine."""
+    file_lag_s: float
+    """How much later than a job's end in the queue its last file may become visible here."""
+
+    def submit(self, request: JobRequest) -> list[str]:
+        """Submit and return an id for each attempt. Raises SubmissionRejected if nothing was queued."""
+        ...
+
+    def find(self, tag: str, index: int) -> str | None:
+        """The id of the attempt at `index` of a submission whose answer got lost; None if it was not queued."""
+        ...
+
+    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:
+        """Where the jobs are; None if the question could not be asked, which concludes nothing."""
+        ...
+
+    def cancel(self, job_ids: Collection[str]) -> None: ...
+
+    def log_tail(self, attempt: AttemptFolder, job_id: str) -> str:
+        """The end of what the job's ranks printed."""
+        ...
+
+    def close(self) -> None:
+        """The controller leaves."""
+        ...
+
+
+def tail(text: str, length: int = 4000) -> str:
+    return text[-length:]

@@ -1,0 +1,241 @@
+"""Everything that is known of Slurm and of submitit, and nowhere else.
+
+submitit writes the batch files and submits; its opinion of a job's state is not asked (it relies on accounting alone).
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tula_hpc.config import ClusterSettings, GpuRequest, Settings
+from tula_hpc.control.scheduler import JobRequest, tail
+from tula_hpc.control.verdicts import QueueState, slurm_state
+from tula_hpc.errors import SubmissionRejected
+from tula_hpc.ranks.job import run_attempt
+from tula_hpc.runs import AttemptFolder, RunFolder
+
+COMMAND_TIMEOUT_S = 120.0
+# sbatch itself waits and retries for up to about two minutes when the queue is full; ended earlier, its outcome is unknown
+SIGNAL_DELAY_S = 120
+_KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+_SCRUBBED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SACCT|SINFO|SCONTROL|SUBMITIT|PMI|PMIX)[A-Z0-9]*_")
+
+
+def _scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what another job or a user's habits would change in ours."""
+    return {k: v for k, v in environment.items() if k in _KEPT_VARIABLES or not _SCRUBBED.match(k)}
+
+
+@contextmanager
+def _clean_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    for name in before.keys() - _scrubbed(before).keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run one of Slurm's commands; None if it is missing or does not answer in time."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+            env=_scrubbed(os.environ),
+            stdin=subprocess.DEVNULL,
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+
+
+def answers() -> tuple[bool, str]:
+    """Whether a Slurm controller can be reached from here, and the sentence that says so."""
+    if shutil.which("sbatch") is None:
+        return False, "no sbatch on this machine"
+    ping = _ask("scontrol", "ping")
+    if ping is None or ping.returncode != 0 or " UP" not in ping.stdout:
+        return False, "sbatch is here, but no Slurm controller answers"
+    version = _ask("sbatch", "--version")
+    return True, f"{version.stdout.strip() if version else 'Slurm'} answers"
+
+
+def check_site(settings: Settings) -> list[str]:
+    """What Slurm would not accept of partition, account, qos and node count, with what there is instead."""
+    cluster = settings.cluster
+    partitions = _partitions()
+    problems = []
+    if not partitions:
+        return ["cluster.kind is slurm and sinfo gives no partition; is Slurm's controller up? (`scontrol ping`)"]
+    offered = "; ".join(f"{name}: {nodes} nodes, time limit {limit}" for name, (nodes, limit, _) in partitions.items())
+    default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
+    if cluster.partition is not None and cluster.partition not in partitions:
+        problems.append(f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}")
+    elif (name := cluster.partition or default) is not None:
+        largest = max(c.num_nodes for c in settings.grid_candidates())
+        if largest > partitions[name][0]:
+            problems.append(
+                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {partitions[name][0]} nodes; lower "
+                f"grid.max_nodes or choose another cluster.partition ({offered})"
+            )
+    else:
+        problems.append(f"cluster.partition is not set and this cluster has no default; set it to one of {offered}")
+    return problems + _check_association(cluster)
+
+
+def _partitions() -> dict[str, tuple[int, str, bool]]:
+    """Partition -> (nodes, time limit, is the default), as sinfo says."""
+    answer = _ask("sinfo", "--noheader", "--summarize", "--format=%P|%D|%l")
+    found = {}
+    for line in answer.stdout.splitlines() if answer is not None and answer.returncode == 0 else []:
+        name, nodes, limit = line.strip().split("|")
+        found[name.rstrip("*")] = (int(nodes), limit, name.endswith("*"))
+    return found
+
+
+def _check_association(cluster: ClusterSettings) -> list[str]:
+    """Account and qos against what accounting allows this user; nothing to say where there is no accounting."""
+    if cluster.account is None and cluster.qos is None:
+        return []
+    user = getpass.getuser()
+    answer = _ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account,qos,defaultqos")
+    if answer is None or answer.returncode != 0 or not answer.stdout.strip():
+        return []
+    rows = [line.split("|") for line in answer.stdout.split()]
+    accounts = sorted({row[0] for row in rows})
+    services = sorted({name for row in rows for name in row[1].split(",") if name})
+    problems = []
+    if cluster.account is not None and cluster.account not in accounts:
+        problems.append(f"cluster.account is {cluster.account!r}; {user} may use {', '.join(accounts)} (sacctmgr show assoc)")
+    if cluster.qos is not None and services and cluster.qos not in services:
+        problems.append(f"cluster.qos is {cluster.qos!r}; {user} may use {', '.join(services)} (sacctmgr show assoc)")
+    return problems
+
+
+class SlurmScheduler:
+    """Submits through submitit, asks squeue, and sacct as a second opinion."""
+
+    name = "Slurm"
+    one_host = False
+    file_lag_s = 60.0  # attribute caches of network file systems
+
+    def __init__(self, settings: Settings, run: RunFolder):
+        self._settings = settings
+        self._run = run
+
+    def submit(self, request: JobRequest) -> list[str]:
+        import submitit
+
+        self._run.scheduler.mkdir(parents=True, exist_ok=True)
+        executor = self._executor(request)
+        try:
+            with _clean_environment():
+                jobs = executor.map_array(run_attempt, [str(attempt.path) for attempt in request.attempts])
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+            found = [self.find(request.tag, index) for index in range(len(request.attempts))]
+            if all(found):  # sbatch reported an error and Slurm took the job all the same
+                return [job_id for job_id in found if job_id is not None]
+            raise SubmissionRejected(f"Slurm does not accept the job: {_sentence(str(error))}") from None
+        return [job.job_id for job in jobs]
+
+    def batch_text(self, request: JobRequest) -> str:
+        """The batch file that `submit` would hand to sbatch."""
+        executor = self._executor(request)
+        if len(request.attempts) > 1:
+            executor.parameters["map_count"] = len(request.attempts)
+        return executor._make_submission_file_text(executor._submitit_command_str, "plan")
+
+    def why_rejected(self, request: JobRequest) -> str | None:
+        """Slurm's own message if it would refuse the request, by `sbatch --test-only`."""
+        answer = subprocess.run(
+            ["sbatch", "--test-only"],
+            input=self.batch_text(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_scrubbed(os.environ),
+        )
+        return None if answer.returncode == 0 else _sentence(answer.stderr)
+
+    def _executor(self, request: JobRequest) -> Any:
+        import submitit
+
+        executor = submitit.SlurmExecutor(self._run.scheduler, python=self._settings.cluster.python)
+        executor.update_parameters(**batch_parameters(self._settings.cluster, request))
+        return executor
+
+    def find(self, tag: str, index: int) -> str | None:
+        answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%j")
+        rows = [line.split("|") for line in answer.stdout.split()] if answer is not None else []
+        ids = [job_id for job_id, name in rows if name == tag]
+        return next((i for i in ids if i.endswith(f"_{index}") or ("_" not in i and index == 0)), None)
+
+    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:
+        answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T")
+        if answer is None or answer.returncode != 0:
+            return None
+        rows = [line.strip().split("|") for line in answer.stdout.splitlines()]
+        states = {job_id: slurm_state(state) for job_id, state in rows}
+        return {job_id: states.get(job_id, QueueState.absent) for job_id in job_ids}
+
+    def cancel(self, job_ids: Collection[str]) -> None:
+        if job_ids:
+            _ask("scancel", *sorted(job_ids))
+
+    def log_tail(self, attempt: AttemptFolder, job_id: str) -> str:
+        logs = sorted(self._run.scheduler.glob(f"{job_id}_*_log.*"))
+        return "\n".join(tail(log.read_text(errors="replace")) for log in logs)
+
+    def close(self) -> None:
+        """Jobs go on without us."""
+
+
+def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str, Any]:
+    """The parameters of a request in submitit's words. Exactly one form of each resource, unset ones left out."""
+    parameters: dict[str, Any] = {
+        "job_name": request.tag,
+        "comment": request.tag,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "time": request.time_limit_min,
+        "nodes": request.num_nodes,
+        "ntasks_per_node": request.ranks_per_node,
+        "cpus_per_task": cluster.cpus_per_rank,
+        "mem": None if cluster.memory_gib is None else f"{round(cluster.memory_gib * 1024)}M",
+        "array_parallelism": request.max_running,
+        "signal_delay_s": SIGNAL_DELAY_S,
+        "stderr_to_stdout": True,
+        "setup": cluster.setup or None,
+        # one failing rank ends the job; some Slurm versions do not pass the number of cores on to srun
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_rank}", *cluster.srun_args],
+        # the controller relaunches; two owners of that decision would run the job twice
+        "additional_parameters": {"no_requeue": True, **cluster.sbatch},
+    }
+    if cluster.gpus_per_node > 0 and cluster.gpu_request is not GpuRequest.none:
+        amount = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else str(cluster.gpus_per_node)
+        if cluster.gpu_request is GpuRequest.gres:
+            parameters["gres"] = f"gpu:{amount}"
+        else:
+            parameters["gpus_per_node"] = amount
+    return {key: value for key, value in parameters.items() if value is not None}
+
+
+def _sentence(message: str) -> str:
+    """Slurm's message without the name of the program and empty lines."""
+    lines = [re.sub(r"^(sbatch|allocation failure)(: error)?: ", "", line.strip()) for line in message.splitlines()]
+    return "; ".join(line for line in lines if line)
+
+

@@ -1,0 +1,156 @@
+"""What the user sees while a run works and at its end: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tula_hpc.runs import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from tula_hpc.control.jobs import Look
+
+PLAIN_PROGRESS_EVERY_S = 30.0
+_COLOURS = {"pending": "yellow", "running": "cyan", "success": "green", "skipped": "dim"}
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit a person would use."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1000:.3g} ms"
+
+
+class Display:
+    """Speaks to the terminal; every line it prints without a terminal is whole and final."""
+
+    def __init__(self, console: Console | None = None):
+        console = console or Console(highlight=False)
+        # a log file has no width: let tables take what they need
+        self.console = console if console.is_terminal else Console(highlight=False, width=160)
+        self._live: Live | None = None
+        self._shown: dict[tuple[str, int], str] = {}
+        self._seen: dict[tuple[str, int], tuple[str, str, float]] = {}
+        self._last_progress = 0.0
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def jobs(self, title: str, looks: list[Look], done: int, total: int, seconds_left: float | None) -> None:
+        """The jobs in the queue and how far the stage is."""
+        left = "" if seconds_left is None or done == total else f", about {duration(seconds_left)} left"
+        self._show(looks, f"{title}: {done} of {total} measured{left}", done, total)
+
+    def training(self, looks: list[Look], progress: dict[str, Any], last_line: list[dict[str, Any]]) -> None:
+        """The training job, how far it is, and the newest accuracy."""
+        done, total = progress["samples"], progress["of_samples"]
+        text = f"training: {100 * done / max(1, total):.0f} %"
+        started = next((look.attempt.submitted_at for look in looks), 0.0)
+        if 0 < done < total and started:
+            text += f", about {duration((time.time() - started) * (total - done) / done)} left"
+        if last_line:
+            line = last_line[0]
+            text += f", epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %"
+        self._show(looks, text, done, total)
+
+    def _show(self, looks: list[Look], headline: str, done: int, total: int) -> None:
+        for look in looks:
+            word = (look.verdict.value if look.verdict else look.state.value).replace("_", " ")
+            a = look.attempt
+            nodes = "1 node" if a.num_nodes == 1 else f"{a.num_nodes} nodes"
+            what = "train" if a.job == "train" else "profile"
+            name = f"{what} on {nodes}, batch {a.batch_per_rank} a rank" + (f" (attempt {a.number})" if a.number > 1 else "")
+            self._seen[a.key] = (name, word, self._seen.get(a.key, (name, word, time.monotonic()))[2])
+            if not self.console.is_terminal and self._shown.get(a.key) != word:
+                self.say(f"{name}: {word}")
+            self._shown[a.key] = word
+        if not self.console.is_terminal:
+            if time.monotonic() - self._last_progress > PLAIN_PROGRESS_EVERY_S:
+                self._last_progress = time.monotonic()
+                self.say(headline)
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+        table = Table(box=None, pad_edge=False)
+        for column in ("job", "state", "for"):
+            table.add_column(column)
+        for name, word, since in list(self._seen.values())[-24:]:
+            table.add_row(name, Text(word, style=_COLOURS.get(word, "red")), duration(round(time.monotonic() - since)))
+        bar = ProgressBar(total=max(1, total), completed=done, width=48)
+        self._live.update(Group(table, Text(headline), bar))
+
+    def close(self) -> None:
+        """Take the live table away; what was said stays."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._seen.clear()
+
+    def choice(self, run: RunFolder) -> None:
+        """The candidates, the choice and the reason."""
+        self.close()
+        selection = read_json(run.selection)
+        self.console.print(candidates_table(selection))
+        self.say(f"chosen by {selection['objective']}: {selection['reason']}")
+
+    def result(self, run: RunFolder) -> None:
+        """How the training ended and where the report is."""
+        self.close()
+        selection, result = read_json(run.selection), read_json(run.train_result)
+        used = f"{result['num_nodes']} nodes x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
+        if result["global_batch"] != selection["global_batch"]:
+            used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
+        predicted = selection["predicted"]["step_time_s"]
+        self.say(
+            f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}: test accuracy "
+            f"{result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
+            f"{duration(result['step_time_s'])} (predicted {duration(predicted)})"
+        )
+        self.say(f"report: {run.report}")
+        self.say(f"run folder: {run.path}")
+
+
+def candidates_table(selection: dict[str, Any]) -> Table:
+    """Every candidate with what was measured and predicted; the chosen one is marked."""
+    table = Table(title="candidates", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for header in (
+        "\nnodes", "batch\na rank", "global\nbatch", "step\nmeasured", "step\npredicted", "\nepoch", "\ntraining",
+        "\nmemory", "\ncost",
+    ):  # fmt: skip
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("")
+    chosen = (selection["num_nodes"], selection["batch_per_rank"])
+    for row in selection["candidates"]:
+        is_chosen = (row["num_nodes"], row["batch_per_rank"]) == chosen
+        memory = row["measured_memory_gib"] if row["measured_memory_gib"] is not None else row["memory_gib"]
+        note = "<- chosen" if is_chosen else row["why_infeasible"]
+        table.add_row(
+            str(row["num_nodes"]),
+            str(row["batch_per_rank"]),
+            str(row["global_batch"]),
+            _or_dash(row["measured_step_time_s"], duration),
+            _or_dash(row["step_time_s"], duration),
+            _or_dash(row["epoch_time_s"], duration),
+            _or_dash(row["train_time_s"], duration),
+            _or_dash(memory, lambda gib: f"{gib:.2f} GiB"),
+            _or_dash(row["cost"], lambda cost: f"{selection['currency']}{cost:.3g}"),
+            note,
+            style="bold green" if is_chosen else "" if row["feasible"] else "dim",
+        )
+    return table
+
+
+def _or_dash(value: float | None, shown: Any) -> str:
+    return "-" if value is None else shown(value)

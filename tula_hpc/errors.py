@@ -1,0 +1,28 @@
+"""Errors a user can act on: each carries the whole message and needs no traceback."""
+
+from __future__ import annotations
+
+
+class TulaError(Exception):
+    """Something the user can mend; the message names the key, the value, the limit and the way out."""
+
+
+class ConfigError(TulaError):
+    """All the problems found in a configuration, reported at once.
+
+    Args:
+        problems: One complete sentence per problem.
+    """
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the configuration, nothing was submitted:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+class SubmissionRejected(TulaError):
+    """The scheduler refused a job and said why; nothing of it was queued."""
+
+
+class RecordError(TulaError):
+    """A file of a run folder is missing, torn, of another version or makes no sense; the message names it."""

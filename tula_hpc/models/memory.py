@@ -1,0 +1,278 @@
+"""How much memory a rank needs for a batch, and the largest batch that fits.
+
+The paper's Eq. (3), M_total = M_param + M_grad + M_opt + M_act + M_batch, each term linear in the batch per rank b:
+
+    M(b) = m0 + m1 b        GiB per rank, m1 >= 0
+
+Parameters, gradients and optimizer state do not depend on b (their share is all in m0); activations and the batch
+itself do. The total is fitted to measured totals, not to the sum of the parts, because the allocator, the collective
+library and the context take memory that belongs to none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+Array = NDArray[Any]
+
+MAX_EXTRAPOLATION = 2
+"""A batch per rank beyond this multiple of the largest measured one is never called feasible."""
+DEFAULT_RELATIVE_ERROR = 0.14
+"""Half-width when the residuals cannot tell: the upper end of the paper's median memory errors (8-14 %)."""
+MIN_RELATIVE_ERROR = 0.01
+"""Half-width below which residuals are not believed: the allocator rounds, and a few repeats can agree by chance."""
+
+_CONSTANT_PARTS = ("param_gib", "grad_gib", "optimizer_gib")
+_LINEAR_PARTS = ("activation_gib", "batch_gib", "other_gib")
+
+
+class MemoryOutcome(Enum):
+    """What became of a fit; `advice` says what to do about it."""
+
+    OK = "The fit is good enough to bound the batch."
+    ONE_BATCH_SIZE = (
+        "All measurements have the same batch per rank. What grows with it was taken from the measured parts or as "
+        "half of the total, and the interval spans from nothing to all of it. Profile a second batch size."
+    )
+    NOT_RISING = (
+        "Memory did not rise with the batch, so its slope was set to 0: tiny batches drown in what the process needs "
+        "anyway, as is common on CPUs, or a cache kept memory of an earlier batch. Larger batches are trusted up to "
+        f"{MAX_EXTRAPOLATION} times the largest measured one; profile larger batches, each in a fresh process."
+    )
+
+    @property
+    def advice(self) -> str:
+        """What to do, in words."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Line:
+    """m0 + m1 b."""
+
+    intercept_gib: float
+    """m0, GiB."""
+    slope_gib: float
+    """m1, GiB per sample in the batch of a rank."""
+
+    def at(self, batch_per_rank: ArrayLike) -> Array:
+        """GiB at a batch per rank."""
+        return np.asarray(self.intercept_gib + self.slope_gib * np.asarray(batch_per_rank, dtype=float))
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A fitted memory model of one rank: predictions, their interval, and the largest batch they allow."""
+
+    outcome: MemoryOutcome
+    """What became of the fit, with advice."""
+    total: Line
+    """M(b)."""
+    part_lines: dict[str, Line]
+    """Terms of Eq. (3) that were measured: column name -> line."""
+    residual_gib: float | None
+    """Standard deviation of a measurement around the line; None where there are no degrees of freedom to tell."""
+    degrees_of_freedom: int
+    """Measurements less fitted parameters."""
+    batches: tuple[int, ...]
+    """Batch per rank of each measurement, sorted."""
+    limit_gib: float | None
+    """Smallest memory of a rank's device seen while profiling, if it was recorded."""
+    smallest_oom_batch: int | None
+    """Smallest batch per rank that ran out of memory, if any."""
+
+    def predict(self, batch_per_rank: ArrayLike) -> Array:
+        """GiB per rank at a batch per rank."""
+        return self.total.at(batch_per_rank)
+
+    def interval(self, batch_per_rank: ArrayLike, level: float = 0.9) -> tuple[Array, Array]:
+        """Lower and upper GiB that should hold the next measurement with probability `level`.
+
+        The prediction interval of least squares, s t sqrt(1 + 1/n + (b - mean)^2 / Sxx), at least `MIN_RELATIVE_ERROR`;
+        without degrees of freedom `DEFAULT_RELATIVE_ERROR`. After one batch size the ends are instead that nothing and
+        that everything grows in proportion to the batch.
+        """
+        batch = np.asarray(batch_per_rank, dtype=float)
+        centre = self.predict(batch)
+        half = np.maximum(self._half_width_gib(batch, level), MIN_RELATIVE_ERROR * centre)
+        low, high = centre - half, centre + half
+        if self.outcome is MemoryOutcome.ONE_BATCH_SIZE:
+            measured = self.total.at(self.batches[0])
+            proportional = measured * batch / self.batches[0]
+            low = np.minimum(low, np.minimum(measured, proportional))
+            high = np.maximum(high, np.maximum(measured, proportional))
+        return np.maximum(low, 0.0), high
+
+    def _half_width_gib(self, batch: Array, level: float) -> Array:
+        if self.residual_gib is None:
+            return DEFAULT_RELATIVE_ERROR * self.predict(batch)
+        seen = np.array(self.batches, dtype=float)
+        spread = float(np.sum((seen - seen.mean()) ** 2))
+        leverage = (batch - seen.mean()) ** 2 / spread if spread > 0 else 0.0
+        quantile = float(stats.t.ppf((1 + level) / 2, self.degrees_of_freedom))
+        return np.asarray(self.residual_gib * quantile * np.sqrt(1 + 1 / len(seen) + leverage))
+
+    def parts(self, batch_per_rank: float) -> dict[str, float]:
+        """GiB of each measured term of Eq. (3); `other_gib`, unless measured, is what is left to the total."""
+        parts = {name: float(line.at(batch_per_rank)) for name, line in self.part_lines.items()}
+        rest = float(self.predict(batch_per_rank)) - sum(parts.values())
+        return parts if "other_gib" in parts else {**parts, "other_gib": max(rest, 0.0)}
+
+    def bound_batch_per_rank(self) -> int:
+        """The largest batch per rank the measurements can speak for, whatever the limit.
+
+        `MAX_EXTRAPOLATION` times the largest measured one, and below the smallest that ran out of memory.
+        """
+        bound = MAX_EXTRAPOLATION * self.batches[-1]
+        return bound if self.smallest_oom_batch is None else min(bound, self.smallest_oom_batch - 1)
+
+    def max_batch_per_rank(self, limit_gib: float | None = None, fraction: float = 0.9) -> int:
+        """The largest batch per rank whose upper end stays within `fraction` of the limit; 0 when none does.
+
+        Args:
+            limit_gib: Memory of a rank's device, GiB; None takes the smallest seen while profiling.
+            fraction: Share of the limit the training may use. The rest is for what the peak of a few steps misses:
+                validation, checkpoints, fragmentation.
+
+        Raises:
+            ValueError: No limit is known, or one of the arguments is out of range.
+        """
+        limit_gib = self.limit_gib if limit_gib is None else limit_gib
+        if limit_gib is None:
+            raise ValueError("no memory limit was given and none was recorded while profiling; pass limit_gib")
+        if not (math.isfinite(limit_gib) and limit_gib > 0 and 0 < fraction <= 1):
+            raise ValueError(f"limit_gib must be positive and fraction in (0, 1], got {limit_gib} and {fraction}")
+        batch = np.arange(1, self.bound_batch_per_rank() + 1)
+        fits = batch[self.interval(batch)[1] <= fraction * limit_gib]
+        return int(fits[-1]) if len(fits) else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "outcome": self.outcome.name,
+            "advice": self.outcome.advice,
+            "total": _line_to_dict(self.total),
+            "part_lines": {name: _line_to_dict(line) for name, line in self.part_lines.items()},
+            "residual_gib": self.residual_gib,
+            "degrees_of_freedom": self.degrees_of_freedom,
+            "batches": list(self.batches),
+            "limit_gib": self.limit_gib,
+            "smallest_oom_batch": self.smallest_oom_batch,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MemoryFit:
+        """The fit that `to_dict` described."""
+        return cls(
+            outcome=MemoryOutcome[values["outcome"]],
+            total=Line(**values["total"]),
+            part_lines={name: Line(**line) for name, line in values["part_lines"].items()},
+            residual_gib=values["residual_gib"],
+            degrees_of_freedom=int(values["degrees_of_freedom"]),
+            batches=tuple(int(batch) for batch in values["batches"]),
+            limit_gib=values["limit_gib"],
+            smallest_oom_batch=values["smallest_oom_batch"],
+        )
+
+
+def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFit:
+    """Fits M(b) = m0 + m1 b, the peak memory of a rank, to measured peaks.
+
+    Args:
+        table: One row per run: batch_per_rank and memory_gib (largest peak over the ranks), and where
+            known param_gib, grad_gib, optimizer_gib, activation_gib, batch_gib, other_gib and limit_gib (memory of the
+            device). Rows without a positive finite memory_gib are left out.
+        oom_batches: Batches per rank that ran out of device memory. Each is a censored point: M(b) > limit. They bound
+            the batch, and where the line stays below the limit at the smallest of them they pull it up.
+
+    Raises:
+        ValueError: A column is missing, or no row has a positive finite memory_gib.
+    """
+    missing = [name for name in ("batch_per_rank", "memory_gib") if name not in table.columns]
+    if missing:
+        raise ValueError(f"the table of memory peaks lacks the columns {missing}; it has {list(table.columns)}")
+    good = _measured(table, "memory_gib") & _measured(table, "batch_per_rank")
+    if not good.any():
+        raise ValueError(f"no row has a positive finite memory_gib, in GiB; {len(table)} rows were given")
+    data = table.loc[good]
+    batch, memory = (data[name].to_numpy(dtype=float) for name in ("batch_per_rank", "memory_gib"))
+    limits = data.loc[_measured(data, "limit_gib"), "limit_gib"].to_list() if "limit_gib" in data else []
+    limit = float(min(limits)) if limits else None
+    oom = min(oom_batches, default=None)
+    part_lines = _fit_parts(data)
+
+    total = _fit_line(batch, memory)
+    one_batch = len(set(batch)) == 1
+    if one_batch:
+        total = _split_one_batch(total.intercept_gib, float(batch[0]), part_lines)
+    elif oom is not None and limit is not None and total.at(oom) < limit:
+        # One-sided least squares: a censored point counts only where the line contradicts it, with the limit as value.
+        total = _fit_line(np.append(batch, oom), np.append(memory, limit))
+    residuals = memory - total.at(batch)
+    freedom = len(memory) - (1 if one_batch else 2)
+    return MemoryFit(
+        outcome=_outcome(one_batch, total),
+        total=total,
+        part_lines=part_lines,
+        residual_gib=float(np.sqrt(np.sum(residuals**2) / freedom)) if freedom > 0 else None,
+        degrees_of_freedom=freedom,
+        batches=tuple(sorted(int(value) for value in batch)),
+        limit_gib=limit,
+        smallest_oom_batch=None if oom is None else int(oom),
+    )
+
+
+def _outcome(one_batch: bool, total: Line) -> MemoryOutcome:
+    if one_batch:
+        return MemoryOutcome.ONE_BATCH_SIZE
+    return MemoryOutcome.OK if total.slope_gib > 0 else MemoryOutcome.NOT_RISING
+
+
+def _measured(table: pd.DataFrame, column: str) -> NDArray[np.bool_]:
+    values = table[column].to_numpy(dtype=float)
+    return np.asarray(np.isfinite(values) & (values > 0), dtype=bool)
+
+
+def _fit_line(batch: Array, gib: Array) -> Line:
+    """Least squares with a slope >= 0; a constant where the batch does not vary or the values do not rise."""
+    offset = batch - batch.mean()
+    spread = float(np.sum(offset**2))
+    slope = float(np.sum(offset * gib)) / spread if spread > 0 else 0.0
+    # Rounding alone can leave a slope of 1e-18; what the whole range adds must be visible next to the total.
+    if slope * float(np.ptp(batch)) <= 1e-9 * float(np.max(np.abs(gib))):
+        slope = 0.0
+    return Line(float(gib.mean()) - slope * float(batch.mean()), slope)
+
+
+def _fit_parts(data: pd.DataFrame) -> dict[str, Line]:
+    """The line of each measured term of Eq. (3); parameters, gradients and optimizer state are constant."""
+    lines = {}
+    for name in (*_CONSTANT_PARTS, *_LINEAR_PARTS):
+        if name not in data:
+            continue
+        known = data.loc[np.isfinite(data[name].to_numpy(dtype=float))]
+        if known.empty:
+            continue
+        batch, gib = (known[column].to_numpy(dtype=float) for column in ("batch_per_rank", name))
+        lines[name] = Line(float(np.median(gib)), 0.0) if name in _CONSTANT_PARTS else _fit_line(batch, gib)
+    return lines
+
+
+def _split_one_batch(memory_gib: float, batch: float, parts: dict[str, Line]) -> Line:
+    """A line through the one measured batch: activations and batch grow if known, else half of the total."""
+    growing = sum(float(parts[name].at(batch)) for name in ("activation_gib", "batch_gib") if name in parts)
+    growing = growing if 0 < growing < memory_gib else memory_gib / 2
+    return Line(memory_gib - growing, growing / batch)
+
+
+def _line_to_dict(line: Line) -> dict[str, float]:
+    return {"intercept_gib": line.intercept_gib, "slope_gib": line.slope_gib}

@@ -1,0 +1,441 @@
+"""Which configuration to train with: least time, least cost, or the knee of time against global batch.
+
+The paper's section III-A3. `candidate_table` puts all models side by side, one row per candidate; `select` reads
+nothing but that table. Infeasible rows are neither chosen nor part of any curve.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.interpolate import PchipInterpolator
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.errors import TulaError
+from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
+from tula_hpc.models.pricing import Price
+from tula_hpc.models.search import close_infeasible
+from tula_hpc.models.step_time import StepTimeFit, training_time_s
+
+Array = NDArray[Any]
+
+KNEE_TOLERANCE = 0.10
+"""Fallback of the knee: the smallest batch whose time is within this share of the best."""
+MIN_KNEE_POINTS = 5
+"""Different global batches below which Kneedle is not asked: on few uneven points it returns an end point or none."""
+MAX_KNEE_DISAGREEMENT = 1.0
+"""Doublings between the knees on the logarithmic and the linear axis above which neither is believed."""
+POINTS_PER_DOUBLING = 16
+"""Density of the curve handed to Kneedle."""
+MAX_TIE = 2.0
+"""The interval of a prediction widens a tie to at most this multiple of the tolerance."""
+
+_KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+_PREDICTED = ["step_time_s", "epoch_time_s", "train_time_s", "cost", "memory_gib"]
+
+
+class Objective(str, Enum):
+    """What the choice is for."""
+
+    TIME = "time"
+    COST = "cost"
+    KNEE = "knee"
+
+
+_METRICS = {Objective.TIME: ("train_time_s", "training time"), Objective.COST: ("cost", "cost")}
+"""Objective that is minimised -> its column, its name in words."""
+
+
+class Rule(str, Enum):
+    """What decided."""
+
+    MINIMUM = "minimum"
+    SMALLEST_BATCH_IN_TIE = "smallest_batch_in_tie"
+    KNEEDLE = "kneedle"
+    WITHIN_TOLERANCE_OF_BEST = "within_10_percent_of_best"
+
+
+class NoFeasibleConfiguration(TulaError):
+    """No candidate can be chosen; the message counts the reasons and says what to change."""
+
+
+class UnusableFit(TulaError):
+    """The step-time fit predicts nothing; the message carries the advice of its outcome."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen configuration and why."""
+
+    num_nodes: int
+    """Hosts."""
+    gpus_per_node: int
+    """Ranks on each host."""
+    batch_per_rank: int
+    """Samples each rank processes in a step."""
+    global_batch: int
+    """Samples in a step over all ranks."""
+    objective: Objective
+    """What was asked for."""
+    rule: Rule
+    """What decided."""
+    predicted: dict[str, float | None]
+    """step_time_s, epoch_time_s, train_time_s, cost, memory_gib of the choice; None where unknown."""
+    interval: dict[str, list[float]]
+    """train_time_s: [low, high]."""
+    alternatives: list[dict[str, Any]]
+    """What the other objectives would choose, and the next best; `why` says which."""
+    reason: str
+    """The choice in plain words with numbers."""
+    knee: dict[str, Any]
+    """How the knee was found, whatever the objective: knees on both axes, range of the curve, rule."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """The choice as a candidate."""
+        return Candidate(self.num_nodes, self.batch_per_rank, self.gpus_per_node)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "objective": self.objective.value, "rule": self.rule.value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Selection:
+        """The selection that `to_dict` described; other keys, such as a version, are ignored."""
+        known = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**{**known, "objective": Objective(values["objective"]), "rule": Rule(values["rule"])})
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def candidate_table(
+    grid: Collection[Candidate],
+    step_time_fit: StepTimeFit,
+    memory_fit: MemoryFit | None,
+    price: Price,
+    train_samples: int,
+    epochs: float,
+    limit_gib: float | None,
+    memory_fraction: float,
+    infeasible: Collection[Candidate],
+    measured: pd.DataFrame,
+) -> pd.DataFrame:
+    """One row per candidate with all that is predicted and measured about it, sorted by nodes, then batch.
+
+    Args:
+        grid: All candidates of the run.
+        step_time_fit: Predicts seconds per step.
+        memory_fit: Predicts GiB per rank; None where memory was not measured, and then it bounds nothing.
+        price: Turns time, nodes and memory into cost.
+        train_samples: Samples of the training set, D of Eq. (4a).
+        epochs: E of Eq. (4a).
+        limit_gib: Memory of a rank's device, GiB; None takes the one recorded in `memory_fit`, if any.
+        memory_fraction: Share of the limit that may be used.
+        infeasible: Candidates that did not fit when profiled.
+        measured: Rows num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known, memory_gib; several rows
+            of a candidate count with their median time and largest memory.
+
+    Returns:
+        Columns num_nodes, gpus_per_node, batch_per_rank, global_batch, step_time_s, step_time_low_s, step_time_high_s,
+        epoch_time_s, train_time_s, train_time_low_s, train_time_high_s, cost, memory_gib, feasible, why_infeasible,
+        measured_step_time_s, measured_memory_gib, extrapolated. Unknown numbers are NaN.
+
+    Raises:
+        UnusableFit: The outcome of the step-time fit says that it predicts nothing.
+    """
+    if not step_time_fit.outcome.usable:
+        raise UnusableFit(f"the step-time fit is {step_time_fit.outcome.name}: {step_time_fit.outcome.advice}")
+    candidates = sorted(set(grid))
+    table = pd.DataFrame([(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in candidates], columns=_KEYS)
+    table["global_batch"] = [c.global_batch for c in candidates]
+    table["step_time_s"] = step_time_fit.predict(table)
+    table["step_time_low_s"], table["step_time_high_s"] = step_time_fit.interval(table)
+    batch = table["global_batch"].to_numpy()
+    table["epoch_time_s"] = training_time_s(table["step_time_s"].to_numpy(), train_samples, 1, batch)
+    for end in ("", "_low", "_high"):
+        steps = table[f"step_time{end}_s"].to_numpy()
+        table[f"train_time{end}_s"] = training_time_s(steps, train_samples, epochs, batch)
+    table["memory_gib"] = np.nan if memory_fit is None else memory_fit.predict(table["batch_per_rank"].to_numpy())
+    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_KEYS[:2], "memory_gib")))
+    table = table.join(_measurements(measured), on=_KEYS)
+    table["why_infeasible"] = [
+        _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
+        or _why_not_fit(c.batch_per_rank, float(seen), memory_fit, limit_gib, memory_fraction)
+        for c, seen in zip(candidates, table["measured_memory_gib"], strict=True)
+    ]
+    table["feasible"] = table["why_infeasible"] == ""
+    table["extrapolated"] = step_time_fit.extrapolates(table)
+    return table
+
+
+def _measurements(measured: pd.DataFrame) -> pd.DataFrame:
+    """measured_step_time_s and measured_memory_gib, indexed by configuration."""
+    if measured.empty:
+        measured = pd.DataFrame(columns=[*_KEYS, "step_time_s"], dtype=float)
+    groups = measured.assign(memory_gib=measured.get("memory_gib", np.nan)).groupby(_KEYS)
+    return pd.DataFrame(
+        {"measured_step_time_s": groups["step_time_s"].median(), "measured_memory_gib": groups["memory_gib"].max()}
+    )
+
+
+def _why_not_run(
+    candidate: Candidate, infeasible: Collection[Candidate], closed: Collection[Candidate], train_samples: int
+) -> str:
+    if candidate in infeasible:
+        return "did not fit when profiled"
+    if candidate in closed:
+        return "a smaller batch did not fit on the same cluster"
+    if candidate.global_batch > train_samples:
+        return f"the global batch is larger than the {train_samples} training samples"
+    return ""
+
+
+def _why_not_fit(
+    batch_per_rank: int, measured_gib: float, memory_fit: MemoryFit | None, limit_gib: float | None, fraction: float
+) -> str:
+    """Why the batch does not fit in memory: by the measured peak where there is one, else by the fit's upper end."""
+    limit_gib = limit_gib if limit_gib is not None or memory_fit is None else memory_fit.limit_gib
+    needed_gib, kind = measured_gib, "measured"
+    if math.isnan(measured_gib):
+        if memory_fit is None:
+            return ""
+        if batch_per_rank > memory_fit.bound_batch_per_rank():
+            largest = memory_fit.batches[-1]
+            if batch_per_rank > MAX_EXTRAPOLATION * largest:
+                return f"more than {MAX_EXTRAPOLATION} times the largest batch per rank measured ({largest})"
+            return f"a batch per rank of {memory_fit.smallest_oom_batch} ran out of memory"
+        needed_gib, kind = float(memory_fit.interval(batch_per_rank)[1]), "predicted (upper end)"
+    if limit_gib is None or needed_gib <= fraction * limit_gib:
+        return ""
+    return f"{kind} {needed_gib:.3g} GiB per rank exceed {fraction:.0%} of {limit_gib:.3g} GiB"
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def select(table: pd.DataFrame, objective: Objective | str = Objective.TIME, tie_tolerance: float = 0.02) -> Selection:
+    """Chooses a row of a candidate table.
+
+    time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
+    the smallest global batch among them wins, since a larger one risks accuracy for nothing. The tolerance is widened
+    to the prediction's own interval, but at most to `MAX_TIE` times: most of that error is common to all candidates
+    and does not change their order. knee: see `_find_knee`.
+
+    Args:
+        table: From `candidate_table`; the order of its rows does not matter.
+        objective: `time`, `cost` or `knee`.
+        tie_tolerance: Relative; 0 takes the exact minimum.
+
+    Raises:
+        NoFeasibleConfiguration: No row is feasible, or the cost of none is known.
+    """
+    objective = Objective(objective)
+    rows = table.sort_values(_KEYS, ignore_index=True)
+    feasible = rows.loc[rows["feasible"].astype(bool)].reset_index(drop=True)
+    if feasible.empty:
+        raise NoFeasibleConfiguration(_nothing_feasible(rows))
+    knee_index, knee = _find_knee(feasible)
+    choices = {
+        Objective.TIME: _least(feasible, Objective.TIME, tie_tolerance),
+        Objective.COST: _least(feasible, Objective.COST, tie_tolerance),
+        Objective.KNEE: (knee_index, Rule(knee["rule"]), knee["why"]),
+    }
+    choice = choices[objective]
+    if choice is None:
+        raise NoFeasibleConfiguration(
+            "the cost of no feasible configuration is known: the memory-based price needs measured memory. "
+            "Choose by time or knee, or use a price per node-hour."
+        )
+    index, rule, detail = choice
+    row = feasible.iloc[index]
+    others = [(f"objective {each.value}", found[0]) for each, found in choices.items() if found and each != objective]
+    following = _next_best(feasible, objective, index)
+    return Selection(
+        **{name: int(row[name]) for name in (*_KEYS, "global_batch")},
+        objective=objective,
+        rule=rule,
+        predicted=_numbers(row),
+        interval={"train_time_s": [float(row["train_time_low_s"]), float(row["train_time_high_s"])]},
+        alternatives=[_alternative(feasible, why, other) for why, other in [*others, *following]],
+        reason=_reason(row, detail, objective),
+        knee=knee,
+    )
+
+
+def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tuple[int, Rule, str] | None:
+    """Index of the row with the least time or cost after ties, the rule, and the rule in words; None if unknown."""
+    metric, name = _METRICS[objective]
+    ordered = rows.loc[np.isfinite(rows[metric])].sort_values([metric, *_KEYS])
+    if ordered.empty:
+        return None
+    least = ordered.iloc[0]
+    half_width = least["train_time_high_s"] / least["train_time_s"] - 1
+    width = min(max(tie_tolerance, half_width), MAX_TIE * tie_tolerance)
+    tied = ordered.loc[ordered[metric] <= least[metric] * (1 + width)].sort_values(["global_batch", metric, *_KEYS])
+    chosen = tied.iloc[0]
+    index = int(tied.index.to_numpy()[0])
+    if index == least.name:
+        return index, Rule.MINIMUM, f"It has the least predicted {name}."
+    return (
+        index,
+        Rule.SMALLEST_BATCH_IN_TIE,
+        f"Its {name} is {chosen[metric] / least[metric] - 1:.1%} above the least ({_configuration(least)}), within the "
+        f"{width:.0%} that count as a tie, and its global batch of {chosen['global_batch']} is the smallest of the "
+        f"{len(tied)} tied.",
+    )
+
+
+def _next_best(rows: pd.DataFrame, objective: Objective, chosen: int) -> list[tuple[str, int]]:
+    """The row to take if the chosen one is not: by its metric, or for the knee its neighbour on the curve."""
+    if objective is Objective.KNEE:
+        curve = [int(index) for index in _envelope(rows).index.to_numpy()]
+        place = curve.index(chosen)
+        if place + 1 < len(curve):
+            return [("next larger batch on the curve", curve[place + 1])]
+        return [("next smaller batch on the curve", curve[place - 1])] if place else []
+    metric, _ = _METRICS[objective]
+    rest = rows.drop(index=chosen).sort_values([metric, "global_batch"]).dropna(subset=[metric])
+    return [(f"next best {objective.value}", int(rest.index.to_numpy()[0]))] if len(rest) else []
+
+
+def _envelope(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that are faster than every row of the same or a smaller global batch, by rising global batch."""
+    best = rows.sort_values(["global_batch", "train_time_s", *_KEYS]).drop_duplicates("global_batch")
+    times = best["train_time_s"]
+    return best.loc[times < times.cummin().shift(fill_value=math.inf)]
+
+
+# --- the knee ---------------------------------------------------------------------------------------------------------
+
+
+def _find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
+    """Index of the row at the knee of training time against global batch, and how it was found.
+
+    The curve is the lower envelope over clusters, made non-increasing, and interpolated on log2 B, because Kneedle on
+    five to eight raw points returns end points. Kneedle runs on log2 B and on B. With fewer than `MIN_KNEE_POINTS`
+    batches, no knee on either axis, or knees more than one doubling apart, the knee is instead the smallest batch whose
+    time is within `KNEE_TOLERANCE` of the best, a rule that any shape of curve allows.
+
+    Kneedle scales both axes to [0, 1], so its answer depends on the range of B, which is therefore part of the record.
+    On T = p/B + q it depends on nothing else: with r = B_max / B_min the knee is at B_min ln(r) on log2 B and at
+    B_min sqrt(r) on B, more than a doubling apart for r > 74: ranges of seven doublings mostly end in the fallback.
+    """
+    curve = _envelope(rows)
+    batches = np.unique(rows["global_batch"].to_numpy(dtype=float))
+    log_knee, linear_knee, objection = _kneedle_both(batches, curve)
+    record: dict[str, Any] = {
+        "log2_axis": log_knee,
+        "linear_axis": linear_knee,
+        "points": len(batches),
+        "min_global_batch": int(batches[0]),
+        "max_global_batch": int(batches[-1]),
+    }
+    span = f"global batches {record['min_global_batch']} to {record['max_global_batch']}"
+    if objection or log_knee is None:
+        good = curve["train_time_s"] <= (1 + KNEE_TOLERANCE) * curve["train_time_s"].min()
+        index = int(curve.index.to_numpy()[good][0])
+        rule = Rule.WITHIN_TOLERANCE_OF_BEST
+        why = f"It is the smallest global batch within {KNEE_TOLERANCE:.0%} of the best time over {span}; {objection}."
+    else:
+        distance = np.abs(np.log2(curve["global_batch"].to_numpy(dtype=float)) - math.log2(log_knee))
+        index, rule = int(curve.index.to_numpy()[np.argmin(distance)]), Rule.KNEEDLE
+        why = f"It is the candidate nearest to the knee of training time over {span} (Kneedle on log2: {log_knee:.0f})."
+    return index, {**record, "global_batch": int(rows["global_batch"][index]), "rule": rule.value, "why": why}
+
+
+def _kneedle_both(batches: Array, curve: pd.DataFrame) -> tuple[float | None, float | None, str]:
+    """The knees on the log2 and on the linear axis, as global batches, and why not to believe them ("" if nothing)."""
+    times = curve["train_time_s"].to_numpy(dtype=float)
+    if len(batches) < MIN_KNEE_POINTS:
+        return None, None, f"{len(batches)} global batches are too few for Kneedle"
+    if times[-1] >= (1 - KNEE_TOLERANCE) * times[0]:
+        return None, None, f"the whole curve gains less than {KNEE_TOLERANCE:.0%}"
+    # Dominated batches stay on the curve as a plateau: they are feasible and belong to its range.
+    held = np.searchsorted(curve["global_batch"].to_numpy(dtype=float), batches, side="right") - 1
+    line = PchipInterpolator(np.log2(batches), times[held])
+    doublings = math.log2(batches[-1] / batches[0])
+    x = np.linspace(math.log2(batches[0]), math.log2(batches[-1]), max(2, round(doublings * POINTS_PER_DOUBLING) + 1))
+    log_knee = _kneedle(x, line(x))
+    linear_knee = _kneedle(np.exp2(x), line(x))
+    log_knee = None if log_knee is None else float(np.exp2(log_knee))
+    if log_knee is None or linear_knee is None:
+        return log_knee, linear_knee, "Kneedle finds no knee"
+    if abs(math.log2(log_knee / linear_knee)) > MAX_KNEE_DISAGREEMENT:
+        return log_knee, linear_knee, f"the knees on both axes disagree ({log_knee:.0f} and {linear_knee:.0f})"
+    return log_knee, linear_knee, ""
+
+
+def _kneedle(x: Array, y: Array) -> float | None:
+    """x at the knee of a non-increasing curve, or None; a point that is not below the chord of the ends is no knee."""
+    from kneed import KneeLocator
+
+    with warnings.catch_warnings():
+        # kneed warns when it finds nothing; None says so already.
+        warnings.simplefilter("ignore")
+        knee = KneeLocator(x, y, curve="convex", direction="decreasing").knee
+    if knee is None:
+        return None
+    chord = np.interp(knee, [x[0], x[-1]], [y[0], y[-1]])
+    return float(knee) if np.interp(knee, x, y) < chord else None
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _reason(row: pd.Series, detail: str, objective: Objective) -> str:
+    sentences = [f"{_configuration(row)} would train in {_duration(row['train_time_s'])}"]
+    sentences[0] += f" (between {_duration(row['train_time_low_s'])} and {_duration(row['train_time_high_s'])})"
+    sentences[0] += f" at a cost of {row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
+    sentences.append(detail)
+    if objective is Objective.COST:
+        sentences.append("A fixed price per node usually picks the smallest cluster, since more nodes never pay back.")
+    if objective is Objective.TIME:
+        sentences.append("Epochs are taken as independent of the batch, so the least time favours large batches.")
+    if row["extrapolated"]:
+        sentences.append("It lies outside the profiled range: verify it before a long run.")
+    return " ".join(sentences)
+
+
+def _configuration(row: pd.Series) -> str:
+    nodes = "1 node" if row["num_nodes"] == 1 else f"{row['num_nodes']} nodes"
+    ranks = "1 rank" if row["gpus_per_node"] == 1 else f"{row['gpus_per_node']} ranks"
+    return f"{nodes} x {ranks} with {row['batch_per_rank']} samples each"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _numbers(row: pd.Series) -> dict[str, float | None]:
+    return {name: float(row[name]) if math.isfinite(row[name]) else None for name in _PREDICTED}
+
+
+def _alternative(rows: pd.DataFrame, why: str, index: int) -> dict[str, Any]:
+    row = rows.iloc[index]
+    return {"why": why, **{name: int(row[name]) for name in (*_KEYS, "global_batch")}, **_numbers(row)}
+
+
+def _nothing_feasible(rows: pd.DataFrame) -> str:
+    if rows.empty:
+        return "the grid has no candidate; widen the bounds of the global batch or add nodes and batches to it"
+    counts = rows["why_infeasible"].value_counts()
+    return "\n".join(
+        [
+            f"none of the {len(rows)} candidates is feasible:",
+            *(f"  - {count} x {why}" for why, count in counts.items()),
+            "Add smaller batches per rank or other cluster sizes to the grid, use devices with more memory, or raise "
+            "the share of memory that may be used.",
+        ]
+    )

@@ -1,0 +1,386 @@
+"""How long one training step takes, as a function of nodes, GPUs per node and batch per rank.
+
+Two forms of the paper's Eq. (2), t_step = t_compute + t_sync (b batch per rank, N nodes, g GPUs per node, R = N g):
+
+    additive   t = alpha + beta b + s (1 - 1/R)    ring all-reduce
+               t = alpha + beta b + s R            parameter server (R > 1)
+    overlap    t = (T_c^gamma + T_s^gamma)^(1/gamma)
+               T_c = (t0^4 + (alpha + beta b)^4)^(1/4)
+               T_s = c_n + lambda max(N - 2, 0) + kappa (g - 1)    N > 1
+               T_s = c_r 2 (g - 1) / g                             N = 1
+
+`additive` is the paper's reading with two of our own: the intercept alpha (launch and fixed kernel cost; a compute time
+strictly proportional to b is unusable on real devices), and R in the place of N, since every rank takes part in the
+collective. `overlap` lets computation hide synchronisation, as gradient buckets do: gamma = 1 hides nothing, gamma = 10
+nearly all of the smaller one. T_s grows with N (latency, stragglers) instead of saturating. A single rank does not
+synchronise in either form. `step_forms` finds the parameters; here are the checks, the interval and the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+from tula_hpc.models.step_forms import (
+    ADDITIVE_NAMES,
+    OVERLAP_NAMES,
+    Array,
+    Estimate,
+    Runs,
+    additive_step,
+    fit_additive,
+    fit_overlap,
+    overlap_step,
+)
+
+POOR_FIT_ERROR = 0.10
+"""Median in-sample relative error above which a fit is called poor."""
+MAX_FOLDS = 12
+"""Refits spent on the interval; larger tables are left out in groups."""
+PRIOR_RUNS = 4
+"""How many left-out runs the prior error below counts for."""
+
+_COLUMNS = ("num_nodes", "gpus_per_node", "batch_per_rank")
+_UNITS = {
+    "alpha": "s",
+    "beta": "s/sample",
+    "s": "s",
+    "t0": "s",
+    "c_n": "s",
+    "lambda": "s/node",
+    "kappa": "s/GPU",
+    "c_r": "s",
+    "gamma": "1",
+}
+
+
+class StepTimeModel(str, Enum):
+    """The form of the step time."""
+
+    OVERLAP = "overlap"
+    ADDITIVE = "additive"
+
+
+class Collective(str, Enum):
+    """How gradients are averaged; Eq. (2c)."""
+
+    RING = "ring"
+    PARAMETER_SERVER = "parameter_server"
+
+
+# Standard deviation of log(predicted / measured) before this application's own left-out runs say better: the 90th
+# percentile of the error on public traces (six models of the Sia artifact, SOSP'23, up to 16 nodes of one GPU), fitted
+# from four corners and predicted elsewhere, was 16 % for overlap and 36 % for additive; divided by 1.645.
+_PRIOR_LOG_ERROR = {StepTimeModel.OVERLAP: 0.10, StepTimeModel.ADDITIVE: 0.22}
+
+
+class StepTimeOutcome(Enum):
+    """What became of a fit; `advice` says what to do about it and `usable` whether its predictions mean anything."""
+
+    OK = ("The fit is good enough to choose from.", True)
+    TOO_FEW_POINTS = (
+        "Too few different configurations were measured to tell computation from synchronisation. Profile at least "
+        "three: smallest and largest cluster at the smallest batch, and the largest batch.",
+        True,
+    )
+    ONE_BATCH_SIZE = (
+        "All measurements have the same batch per rank, so half of the compute time was taken as independent of it. "
+        "Do not compare batch sizes with this fit; profile a second batch size.",
+        True,
+    )
+    ONE_CLUSTER_SIZE = (
+        "All measurements have the same number of ranks, so the growth of synchronisation is unknown. The fit may "
+        "compare batch sizes on that cluster; profile a second number of nodes before comparing clusters.",
+        True,
+    )
+    POOR_FIT = (
+        f"The typical error on the measured points themselves exceeds {POOR_FIT_ERROR:.0%}. Profile a middle number of "
+        "nodes, more steps per point, or use the full search; look for other load on the nodes.",
+        True,
+    )
+    NOT_CONVERGED = (
+        "The optimiser stopped early from every start. Profile more configurations or use additive.",
+        False,
+    )
+    NON_FINITE = ("The fitted parameters are not finite. Look for absurd values among the measured times.", False)
+
+    def __init__(self, advice: str, usable: bool):
+        self.advice = advice
+        self.usable = usable
+
+
+@dataclass(frozen=True)
+class StepTimeFit:
+    """A fitted step-time model: predictions, their interval, and how far to trust them."""
+
+    model: StepTimeModel
+    """The form that was fitted."""
+    collective: Collective
+    """The synchronisation term of the additive form."""
+    outcome: StepTimeOutcome
+    """What became of the fit, with advice."""
+    parameters: dict[str, tuple[float, str]]
+    """Name in the module's formula -> (value, unit)."""
+    median_error: float
+    """Median of |predicted - measured| / measured over the rows of the fit."""
+    left_out_errors: tuple[float, ...]
+    """log(predicted / measured) of configurations inside the measured range, each predicted by a refit without it."""
+    residual_log_error: float
+    """Root mean square of log(predicted / measured) over the rows of the fit."""
+    measured: tuple[tuple[int, int, int], ...]
+    """Configurations of the fit: (num_nodes, gpus_per_node, batch_per_rank), sorted."""
+    dropped_rows: tuple[str, ...]
+    """Index labels of rows whose step time was not a positive finite number."""
+    notes: tuple[str, ...]
+    """Terms that the measurements could not tell and what was assumed instead, one sentence each."""
+
+    def predict(self, table: pd.DataFrame) -> Array:
+        """Seconds per step of each row of `table` (columns num_nodes, gpus_per_node, batch_per_rank)."""
+        names = OVERLAP_NAMES if self.model is StepTimeModel.OVERLAP else ADDITIVE_NAMES
+        values = np.array([self.parameters[name][0] for name in names])
+        return _step(values, _configurations(table), self.model, self.collective)
+
+    def interval(self, table: pd.DataFrame, level: float = 0.9) -> tuple[Array, Array]:
+        """Lower and upper seconds per step that should hold the true value with probability `level`.
+
+        The same relative width for every row: Student's t times an error that starts from what was seen on public
+        traces and moves to this fit's own left-out errors as there are more of them, and is never below the residual.
+        Twice that where the row extrapolates or too few points were measured. The error is largely common to all rows,
+        so overlapping intervals do not mean that two candidates cannot be ranked.
+        """
+        doubtful = self.extrapolates(table) | (self.outcome is StepTimeOutcome.TOO_FEW_POINTS)
+        width = np.where(doubtful, 2.0, 1.0) * self._log_half_width(level)
+        seconds = self.predict(table)
+        return seconds * np.exp(-width), seconds * np.exp(width)
+
+    def _log_half_width(self, level: float) -> float:
+        runs = PRIOR_RUNS + len(self.left_out_errors)
+        squares = PRIOR_RUNS * _PRIOR_LOG_ERROR[self.model] ** 2 + sum(error**2 for error in self.left_out_errors)
+        return float(stats.t.ppf((1 + level) / 2, runs)) * max(math.sqrt(squares / runs), self.residual_log_error)
+
+    def extrapolates(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """Which rows lie outside the measured range of nodes or batch, or have GPUs per node never measured."""
+        nodes, gpus, batch = _configurations(table)
+        seen = np.array(self.measured, dtype=float)
+        low, high = seen.min(axis=0), seen.max(axis=0)
+        outside = (nodes < low[0]) | (nodes > high[0]) | (batch < low[2]) | (batch > high[2])
+        return np.asarray(outside | ~np.isin(gpus, seen[:, 1]), dtype=bool)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "model": self.model.value,
+            "collective": self.collective.value,
+            "outcome": self.outcome.name,
+            "advice": self.outcome.advice,
+            "parameters": {name: [_json_number(value), unit] for name, (value, unit) in self.parameters.items()},
+            "median_error": _json_number(self.median_error),
+            "left_out_errors": [_json_number(error) for error in self.left_out_errors],
+            "residual_log_error": _json_number(self.residual_log_error),
+            "measured": [list(configuration) for configuration in self.measured],
+            "dropped_rows": list(self.dropped_rows),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StepTimeFit:
+        """The fit that `to_dict` described."""
+        return cls(
+            model=StepTimeModel(values["model"]),
+            collective=Collective(values["collective"]),
+            outcome=StepTimeOutcome[values["outcome"]],
+            parameters={name: (_number(value), str(unit)) for name, (value, unit) in values["parameters"].items()},
+            median_error=_number(values["median_error"]),
+            left_out_errors=tuple(_number(error) for error in values["left_out_errors"]),
+            residual_log_error=_number(values["residual_log_error"]),
+            measured=tuple((int(n), int(g), int(b)) for n, g, b in values["measured"]),
+            dropped_rows=tuple(values["dropped_rows"]),
+            notes=tuple(values["notes"]),
+        )
+
+
+def fit_step_time(
+    table: pd.DataFrame,
+    model: StepTimeModel | str = StepTimeModel.OVERLAP,
+    collective: Collective | str = Collective.RING,
+) -> StepTimeFit:
+    """Fits t_step(N, g, b) to measured steps.
+
+    Args:
+        table: One row per run: num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known (else NaN or no
+            column), compute_time_s (the step without synchronisation) or sync_time_s (the part of the step spent
+            waiting for synchronisation; then compute is taken as the step less this part). Only `overlap` uses them.
+        model: `overlap` or `additive`.
+        collective: `ring` or `parameter_server`. The overlap form has one growth term for both.
+
+    Returns:
+        The fit; what the measurements cannot tell is reported in its `outcome` and `notes`, not raised.
+
+    Raises:
+        ValueError: A column is missing, a configuration is not a positive whole number, or no row has a positive
+            finite step time; the message lists the rows.
+    """
+    model, collective = StepTimeModel(model), Collective(collective)
+    runs, dropped = _clean(table)
+    estimate = _fit(runs, model, collective)
+    predicted = _step(estimate.values, (runs.nodes, runs.gpus, runs.batch), model, collective)
+    error = float(np.median(np.abs(predicted / runs.step_s - 1)))
+    names = OVERLAP_NAMES if model is StepTimeModel.OVERLAP else ADDITIVE_NAMES
+    return StepTimeFit(
+        model=model,
+        collective=collective,
+        outcome=_outcome(runs, estimate, error),
+        parameters={name: (float(v), _UNITS[name]) for name, v in zip(names, estimate.values, strict=True)},
+        median_error=error,
+        left_out_errors=tuple(_left_out_errors(runs, estimate.values, model, collective)),
+        residual_log_error=float(np.sqrt(np.mean(np.log(predicted / runs.step_s) ** 2))),
+        measured=tuple(sorted(_distinct(runs))),
+        dropped_rows=dropped,
+        notes=estimate.notes,
+    )
+
+
+def training_time_s(
+    step_time_s: ArrayLike,
+    train_samples: int,
+    epochs: float,
+    global_batch: ArrayLike,
+    validation_s: float = 0.0,
+    checkpoint_s: float = 0.0,
+    startup_s: float = 0.0,
+) -> Array:
+    """Seconds to train, T = E (ceil(D / B) t_step + t_validation + t_checkpoint) + t_startup.
+
+    Eq. (4a) with whole steps. The number of epochs E is taken as independent of the global batch B, as in the paper.
+
+    Args:
+        step_time_s: t_step, seconds; one value or an array.
+        train_samples: D, samples in the training set.
+        epochs: E; 1 gives the time of an epoch.
+        global_batch: B, samples per optimiser step; one value or an array.
+        validation_s: Seconds of validation in each epoch.
+        checkpoint_s: Seconds of checkpointing in each epoch.
+        startup_s: Seconds before the first step, once.
+    """
+    steps = np.ceil(train_samples / np.asarray(global_batch, dtype=float))
+    return np.asarray(epochs * (steps * np.asarray(step_time_s, dtype=float) + validation_s + checkpoint_s) + startup_s)
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN or infinity, which a NON_FINITE fit holds."""
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _clean(table: pd.DataFrame) -> tuple[Runs, tuple[str, ...]]:
+    """Rows with a positive finite step time, and the labels of the others."""
+    missing = [name for name in (*_COLUMNS, "step_time_s") if name not in table.columns]
+    if missing:
+        raise ValueError(f"the table of step times lacks the columns {missing}; it has {list(table.columns)}")
+    configurations = table[list(_COLUMNS)].to_numpy(dtype=float)
+    whole = np.isfinite(configurations) & (configurations >= 1) & (configurations == np.round(configurations))
+    _refuse(table, ~whole.all(axis=1), f"{', '.join(_COLUMNS)} must be whole numbers of at least 1")
+    good = _positive(table["step_time_s"].to_numpy(dtype=float))
+    if not good.any():
+        _refuse(table, ~good, "step_time_s must be positive and finite, in seconds")
+        raise ValueError("the table of step times is empty; nothing was measured")
+    runs = Runs(*_configurations(table), table["step_time_s"].to_numpy(dtype=float), _compute_time(table))
+    return runs.take(good), tuple(str(label) for label in table.index[~good])
+
+
+def _refuse(table: pd.DataFrame, bad: Array, rule: str) -> None:
+    if bad.any():
+        raise ValueError(f"{rule}; rows {[str(label) for label in table.index[bad]]} are not:\n{table.loc[bad]}")
+
+
+def _positive(values: Array) -> NDArray[np.bool_]:
+    return np.asarray(np.isfinite(values) & (values > 0), dtype=bool)
+
+
+def _compute_time(table: pd.DataFrame) -> Array:
+    """Seconds of computation of each row: measured, else step less exposed synchronisation, else NaN."""
+    nothing = np.full(len(table), np.nan)
+    step = table["step_time_s"].to_numpy(dtype=float)
+    compute = table["compute_time_s"].to_numpy(dtype=float) if "compute_time_s" in table else nothing
+    exposed = table["sync_time_s"].to_numpy(dtype=float) if "sync_time_s" in table else nothing
+    compute = np.where(_positive(compute), compute, step - exposed)
+    return np.where(_positive(compute), compute, np.nan)
+
+
+def _configurations(table: pd.DataFrame) -> tuple[Array, Array, Array]:
+    nodes, gpus, batch = (table[name].to_numpy(dtype=float) for name in _COLUMNS)
+    return nodes, gpus, batch
+
+
+def _distinct(runs: Runs) -> set[tuple[int, int, int]]:
+    return {(int(n), int(g), int(b)) for n, g, b in zip(runs.nodes, runs.gpus, runs.batch, strict=True)}
+
+
+def _fit(runs: Runs, model: StepTimeModel, collective: Collective, near: Array | None = None) -> Estimate:
+    if model is StepTimeModel.OVERLAP:
+        return fit_overlap(runs, near)
+    return fit_additive(runs, ring=collective is Collective.RING)
+
+
+def _step(
+    values: Array, configurations: tuple[Array, Array, Array], model: StepTimeModel, collective: Collective
+) -> Array:
+    if model is StepTimeModel.OVERLAP:
+        return overlap_step(values, *configurations)
+    return additive_step(values, *configurations, ring=collective is Collective.RING)
+
+
+def _outcome(runs: Runs, estimate: Estimate, error: float) -> StepTimeOutcome:
+    batches, clusters = len(set(runs.batch)), len(set(runs.nodes * runs.gpus))
+    configurations = len(_distinct(runs))
+    if not (np.isfinite(estimate.values).all() and np.isfinite(error)):
+        return StepTimeOutcome.NON_FINITE
+    if not estimate.converged:
+        return StepTimeOutcome.NOT_CONVERGED
+    # The paper's two-point reading (smallest cluster and batch, largest cluster and batch) lands here: both differ.
+    if configurations == 1 or (configurations == 2 and batches == clusters == 2):
+        return StepTimeOutcome.TOO_FEW_POINTS
+    if batches == 1:
+        return StepTimeOutcome.ONE_BATCH_SIZE
+    if clusters == 1:
+        return StepTimeOutcome.ONE_CLUSTER_SIZE
+    return StepTimeOutcome.POOR_FIT if error > POOR_FIT_ERROR else StepTimeOutcome.OK
+
+
+def _left_out_errors(runs: Runs, values: Array, model: StepTimeModel, collective: Collective) -> Iterator[float]:
+    """log(predicted / measured) of rows the rest brackets, each predicted by a fit that has not seen its configuration.
+
+    Corners are passed over: without one, its refit extrapolates, and the error says nothing about the inside.
+    """
+    order = {configuration: index for index, configuration in enumerate(sorted(_distinct(runs)))}
+    rows = zip(runs.nodes, runs.gpus, runs.batch, strict=True)
+    fold = np.array([order[int(n), int(g), int(b)] for n, g, b in rows]) % MAX_FOLDS
+    for left_out in range(fold.max() + 1):
+        rest = runs.take(fold != left_out)
+        tested = runs.take(fold == left_out)
+        tested = tested.take(_bracketed(tested, rest))
+        if len(tested.step_s) == 0:
+            continue
+        refit = _fit(rest, model, collective, near=values).values
+        predicted = _step(refit, (tested.nodes, tested.gpus, tested.batch), model, collective)
+        yield from (float(error) for error in np.log(predicted / tested.step_s))
+
+
+def _bracketed(tested: Runs, rest: Runs) -> NDArray[np.bool_]:
+    """Which runs of `tested` have a run of `rest` in each quadrant of (nodes, batch) around them."""
+    nodes, batch = tested.nodes[:, None], tested.batch[:, None]
+    inside = np.ones(len(tested.nodes), dtype=bool)
+    for near in (rest.nodes <= nodes, rest.nodes >= nodes):
+        inside &= (near & (rest.batch <= batch)).any(axis=1) & (near & (rest.batch >= batch)).any(axis=1)
+    return inside

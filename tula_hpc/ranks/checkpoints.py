@@ -1,0 +1,55 @@
+"""Checkpoints of the training: written whole or not at all, read without running anything they contain."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tula_hpc.runs import sync_folder
+
+KEPT = 2
+
+
+def save(folder: Path, samples: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint named by the samples seen, and drop all but the newest two.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        samples: Training samples seen so far, over all epochs and ranks.
+        state: Tensors and plain values only, so that `weights_only=True` can read it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"samples-{samples:014d}.pt"
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".saving-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    for old in all_of(folder)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Every checkpoint, fewest samples first."""
+    return sorted(folder.glob("samples-*.pt"))
+
+
+def load_latest(folder: Path) -> dict[str, Any] | None:
+    """The newest checkpoint that can be read, on the CPU; a torn one is passed over. None if there is none."""
+    for path in reversed(all_of(folder)):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            print(f"checkpoint {path.name} cannot be read ({error}); trying the one before it", flush=True)
+    return None

@@ -1,0 +1,65 @@
+"""Host memory of this process, and how much of it the job may use. Linux only; elsewhere the answers are unknown."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now; its peak where /proc is missing."""
+    try:
+        fields = (PROC / "self" / "statm").read_text().split()
+    except FileNotFoundError:
+        return peak_resident_bytes()
+    return int(fields[1]) * resource.getpagesize()
+
+
+def limit_bytes() -> float:
+    """What this process and its siblings in the same job may use together: the tightest limit of the control groups
+    above it, or else the machine's available memory; infinity where neither can be read."""
+    return min([_available_bytes(), *_cgroup_limits()])
+
+
+def _available_bytes() -> float:
+    try:
+        lines = (PROC / "meminfo").read_text().splitlines()
+    except FileNotFoundError:
+        return math.inf
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+def _cgroup_limits() -> list[float]:
+    """Limits of every group from this process's own to the root, version 1 and 2."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                limits.append(math.inf if text == "max" else float(text))
+            if folder == root:
+                break
+    return limits

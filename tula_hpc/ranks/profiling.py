@@ -1,0 +1,295 @@
+"""Time a few training steps of one candidate and see how much memory they take: one timing file a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings, software_versions
+from tula_hpc.errors import TulaError
+from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.ranks import host_memory
+from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks, wait_for_all
+from tula_hpc.ranks.timings import write_rank
+from tula_hpc.ranks.training import autocast, build_optimizer, loader_options
+from tula_hpc.ranks.workloads import build_dataset, build_model, call
+from tula_hpc.runs import AttemptFolder
+
+GIB = 2**30
+FEWEST_STEPS = 3
+
+
+class Clock:
+    """Points in time on the device's own timeline: events on a GPU, read after the work; the host's clock on a CPU.
+
+    Events do not stop the GPU, so a step is timed as it runs in training, with the host ahead of the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one point to another; on a GPU only after `finish`."""
+        return max(0.0, start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+
+    def finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+@dataclass
+class LastBucket:
+    """With a DDP communication hook that averages gradients as DDP does by itself and notes when the last bucket was ready.
+
+    From then to the end of backward nothing is computed: that is the exposed part of the synchronisation.
+    """
+
+    clock: Clock
+    ready: Any = None
+
+    # DDP compares annotations with its own classes and refuses ours, which are strings here
+    def average(self, group, bucket):  # type: ignore[no-untyped-def]
+        self.ready = self.clock.now()
+        return allreduce_hook(group, bucket)
+
+
+@dataclass
+class Bench:
+    """One candidate, built as training would build it, and how to take a step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    batches: Iterator[Any]
+    batch_per_rank: int
+    device: torch.device
+    clock: Clock
+    precision: Any
+    last_bucket: LastBucket
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = next(self.batches)
+        if len(inputs) != self.batch_per_rank:
+            raise TulaError(f"the loader gave a batch of {len(inputs)}, not {self.batch_per_rank}; check workload.dataset")
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def step(self) -> tuple[Any, ...]:
+        """One training step; returns the six points in time that part it."""
+        start = self.clock.now()
+        inputs, targets = self.next_batch()
+        loaded = self.clock.now()
+        with autocast(self.precision, self.device):
+            loss = self.loss_fn(self.model(inputs), targets)
+        forward = self.clock.now()
+        self.last_bucket.ready = None
+        loss.backward()
+        synced = self.clock.now()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return start, loaded, forward, self.last_bucket.ready or synced, synced, self.clock.now()
+
+    def compute_step(self) -> tuple[Any, Any]:
+        """A step without gradient synchronisation; replicas drift apart, so these come last."""
+        unsynced = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else contextlib.nullcontext()
+        with unsynced:
+            points = self.step()
+        return points[0], points[-1]
+
+
+def profile(
+    settings: Settings, candidate: Candidate, me: Rank, attempt: AttemptFolder, device: torch.device, ranks_on_host: int
+) -> None:
+    """Measure `candidate` on this rank and write its timing file.
+
+    Raises:
+        torch.OutOfMemoryError: If it does not fit.
+        TulaError: If the data set does not give the batches it should.
+    """
+    clock = Clock(device)
+    dataset = build_dataset(settings, train=True)
+    memory_before = host_memory.resident_bytes()
+    memory_limit = host_memory.limit_bytes() / ranks_on_host
+    bench = _build(settings, candidate, me, dataset, device, clock)
+    search = settings.search
+
+    began = time.perf_counter()
+    for _ in range(search.warmup_steps):
+        bench.step()
+    clock.finish()
+    seconds_a_step = (time.perf_counter() - began) / max(1, search.warmup_steps)
+    timed_steps, compute_steps = _affordable_steps(settings, seconds_a_step, device)
+
+    points = [bench.step() for _ in range(timed_steps)]
+    _refresh_once(bench)
+    compute_points = [bench.compute_step() for _ in range(compute_steps + 1)][1:]
+    clock.finish()
+    gradient_bytes = sum(p.numel() * p.element_size() for p in bench.model.parameters() if p.requires_grad)
+    allreduce_s = _allreduce_seconds(gradient_bytes, device, clock)
+
+    rows = [
+        [float(i), *(clock.seconds(a, b) for a, b in itertools.pairwise(p)), clock.seconds(p[0], p[-1])]
+        for i, p in enumerate(points)
+    ]
+    inputs, targets = bench.next_batch()
+    batch_bytes = sum(t.numel() * t.element_size() for t in (inputs, targets))
+    meta = {
+        "candidate": candidate.name,
+        "num_nodes": candidate.num_nodes,
+        "gpus_per_node": candidate.gpus_per_node,
+        "batch_per_rank": candidate.batch_per_rank,
+        "world_size": me.world_size,
+        "host": socket.gethostname(),
+        "device": device_name(device),
+        "versions": {**software_versions(), "cuda": torch.version.cuda, "nccl": _nccl_version(device)},
+        "warmup_steps_dropped": search.warmup_steps,
+        "compute_step_s": statistics.median(clock.seconds(a, b) for a, b in compute_points),
+        "compute_steps": len(compute_points),
+        "allreduce_s": allreduce_s,
+        "gradient_bytes": gradient_bytes,
+        "memory": _memory(bench, gradient_bytes, batch_bytes, memory_before, memory_limit),
+    }
+    wait_for_all()
+    write_rank(attempt, me.rank, rows, meta)
+
+
+def _build(
+    settings: Settings, candidate: Candidate, me: Rank, dataset: Any, device: torch.device, clock: Clock
+) -> Bench:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = replicate(build_model(settings), device)
+    if settings.training.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    last_bucket = LastBucket(clock)
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, last_bucket.average)
+    sampler = DistributedSampler(dataset, me.world_size, me.rank, seed=settings.training.seed)
+    loader = DataLoader(
+        dataset, candidate.batch_per_rank, sampler=sampler, drop_last=True, **loader_options(settings, device)
+    )
+    optimizer = build_optimizer(settings, model, candidate.global_batch)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    loss_fn = call(settings.workload.loss)
+    precision = settings.training.precision
+    return Bench(
+        model.train(), optimizer, loss_fn, batches, candidate.batch_per_rank, device, clock, precision, last_bucket
+    )
+
+
+def _affordable_steps(settings: Settings, seconds_a_step: float, device: torch.device) -> tuple[int, int]:
+    """Timed and compute-only steps; the same on all ranks, since each step waits for every rank."""
+    slowest = torch.tensor([seconds_a_step], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    search = settings.search
+    affordable = search.max_seconds / max(float(slowest), 1e-9)
+    wanted = search.timed_steps + search.compute_steps
+    share = min(1.0, affordable / wanted)
+    timed = min(search.timed_steps, max(FEWEST_STEPS, int(search.timed_steps * share)))
+    return timed, min(search.compute_steps, max(FEWEST_STEPS, int(search.compute_steps * share)))
+
+
+def _refresh_once(bench: Bench) -> None:
+    """Measure AGS's scales once, as training does at the end of an epoch, so that its memory is part of the peak."""
+    if not isinstance(bench.optimizer, TulaOptimizer):
+        return
+    inputs, targets = bench.next_batch()
+    with autocast(bench.precision, bench.device):
+        bench.loss_fn(bench.model(inputs), targets).backward()
+        bench.optimizer.refresh(bench.model, bench.loss_fn, inputs, targets)
+    bench.optimizer.step()
+    bench.optimizer.zero_grad(set_to_none=True)
+
+
+def _allreduce_seconds(gradient_bytes: int, device: torch.device, clock: Clock) -> float:
+    """Median time of summing a tensor as large as the gradients over all ranks, with nothing else going on."""
+    if not dist.is_initialized():
+        return 0.0
+    values = torch.zeros(max(1, gradient_bytes // 4), device=device)
+    points = []
+    for _ in range(4):
+        wait_for_all()
+        start = clock.now()
+        sum_over_ranks(values)
+        points.append((start, clock.now()))
+    clock.finish()
+    return statistics.median(clock.seconds(a, b) for a, b in points[1:])
+
+
+def _memory(
+    bench: Bench, gradient_bytes: int, batch_bytes: int, host_before: int, host_limit: float
+) -> dict[str, Any]:
+    """Peak memory of this rank, GiB, in the parts of Eq. (3); on a GPU device memory, on a CPU the resident set.
+
+    Activations are what is left of the peak after the parts that can be counted; `other` is what no tensor accounts
+    for: on a GPU the context, NCCL and the allocator's reserve, on a CPU the process before the model was built.
+    """
+    model = inner_module(bench.model)
+    held = [*model.parameters(), *model.buffers()]
+    parameter_bytes = sum(t.numel() * t.element_size() for t in held)
+    optimizer_bytes = _optimizer_bytes(bench.optimizer)
+    retries = 0
+    extra: dict[str, float] = {}
+    if bench.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
+        outside = max(0, total - free - torch.cuda.memory_reserved())
+        used, other, limit = reserved + outside, reserved + outside - peak, float(total)
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        extra = {"allocated_gib": peak / GIB, "reserved_gib": reserved / GIB, "device_used_gib": (total - free) / GIB}
+    else:
+        used, other, limit = host_memory.peak_resident_bytes(), host_before, host_limit
+        peak = used - host_before
+    counted = parameter_bytes + gradient_bytes + optimizer_bytes + batch_bytes
+    parts = {
+        "param_gib": parameter_bytes / GIB,
+        "grad_gib": gradient_bytes / GIB,
+        "optimizer_gib": optimizer_bytes / GIB,
+        "activation_gib": max(0, peak - counted) / GIB,
+        "batch_gib": batch_bytes / GIB,
+        "other_gib": other / GIB,
+    }
+    return {"memory_gib": used / GIB, "limit_gib": limit / GIB, "parts": parts, "allocator_retries": retries, **extra}
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    own = optimizer.state_bytes() if isinstance(optimizer, TulaOptimizer) else 0
+    return own + sum(t.numel() * t.element_size() for t in states)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            named = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except FileNotFoundError:
+        named = []
+    return named[0] if named else platform.processor() or "CPU"
+
+
+def _nccl_version(device: torch.device) -> str | None:
+    return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None

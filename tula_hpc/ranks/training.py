@@ -1,0 +1,300 @@
+"""The training loop: distributed data parallel, resumable in the middle of an epoch, top-1 and top-5 exactly counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import MethodKind, Precision, Settings
+from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.schedules import lr_factor
+from tula_hpc.ranks import checkpoints
+from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.workloads import build_dataset, build_model, call
+from tula_hpc.runs import RunFolder, write_json, write_text
+
+PROGRESS_EVERY_S = 2.0
+
+
+class TimeIsUp(Exception):
+    """The scheduler will end the job soon; a checkpoint was written."""
+
+
+def train(
+    settings: Settings, candidate: Candidate, me: Rank, run: RunFolder, device: torch.device, time_is_up: threading.Event
+) -> None:
+    """Train at `candidate` from the newest checkpoint, or from the start; leaves `train/result.json`.
+
+    Progress is counted in samples, so a relaunch with a smaller batch goes on where the larger one ended, with the
+    samples of the epoch that were not seen yet.
+
+    Raises:
+        torch.OutOfMemoryError: If the batch does not fit.
+        TimeIsUp: On rank 0, at the step boundary after `time_is_up` was set; the job ends with it.
+    """
+    began = time.time()
+    hyper = settings.training
+    loss_fn = call(settings.workload.loss)
+    train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
+    model = replicate(build_model(settings), device)
+    if hyper.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(settings, model, candidate.global_batch)
+    sampler = RemainingSampler(train_set, me.world_size, me.rank, seed=hyper.seed)
+    loader = DataLoader(
+        train_set,
+        candidate.batch_per_rank,
+        sampler=sampler,
+        # BatchNorm refuses a batch of one
+        drop_last=sampler.num_samples > 1 and sampler.num_samples % candidate.batch_per_rank == 1,
+        **loader_options(settings, device),
+    )
+
+    first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
+    if me.is_first:
+        _keep_metrics_before(run, first_epoch)
+    writer = _tensorboard(run) if me.is_first else None
+    saved_at = shown_at = time.monotonic()
+
+    for epoch in range(first_epoch, hyper.epochs):
+        torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
+        sampler.set_epoch(epoch)
+        sampler.skip = samples_in_epoch // me.world_size
+        model.train()
+        sums = torch.zeros(3, device=device)  # loss x samples, correct, samples
+        epoch_began, steps = time.monotonic(), 0
+        lr = hyper.lr
+        for inputs, targets in loader:
+            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            lr = hyper.lr * lr_factor(
+                epoch + samples_in_epoch / len(train_set),
+                warmup_epochs=hyper.warmup_epochs,
+                milestones=hyper.milestones,
+                decay=hyper.lr_decay,
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            with autocast(hyper.precision, device):
+                outputs = model(inputs)
+                loss = loss_fn(outputs, targets)
+            loss.backward()
+            left_after = sampler.num_samples - samples_in_epoch // me.world_size - len(inputs)
+            last_full_batch = len(inputs) == candidate.batch_per_rank and left_after < candidate.batch_per_rank
+            if isinstance(optimizer, TulaOptimizer) and last_full_batch and (epoch + 1) % settings.method.refresh_epochs == 0:
+                with autocast(hyper.precision, device):
+                    optimizer.refresh(model, loss_fn, inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            with torch.no_grad():
+                correct = (outputs.argmax(1) == targets).sum()
+                sums += torch.stack([loss.detach().float() * len(targets), correct.float(), sums.new_tensor(len(targets))])
+            samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, len(train_set))
+            steps += 1
+            if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
+                shown_at = time.monotonic()
+                _write_progress(run, settings, candidate, epoch, samples_in_epoch, len(train_set))
+            if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
+                saved_at = time.monotonic()
+                _save(run, epoch, samples_in_epoch, len(train_set), candidate, model, optimizer)
+            if me.is_first and time_is_up.is_set():
+                _save(run, epoch, samples_in_epoch, len(train_set), candidate, model, optimizer)
+                raise TimeIsUp("the time limit is near; a checkpoint was written")
+
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        train_s = time.monotonic() - epoch_began
+        loss_sum, correct_sum, count = sum_over_ranks(sums).tolist()
+        line = {
+            "epoch": epoch + 1,
+            "samples": (epoch + 1) * len(train_set),
+            "lr": lr,
+            "train_loss": loss_sum / max(1.0, count),
+            "train_top1": 100 * correct_sum / max(1.0, count),
+            **evaluate(settings, model, loss_fn, test_set, me, device),
+            "global_batch": candidate.global_batch,
+            "method": settings.method.kind.name,
+            "num_nodes": candidate.num_nodes,
+            "step_time_s": train_s / max(1, steps),
+            "train_s": train_s,
+            "epoch_s": time.monotonic() - epoch_began,
+            **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
+        }
+        samples_in_epoch = 0
+        if me.is_first:
+            _append_metrics(run, line)
+            _draw(writer, line)
+            _save(run, epoch + 1, 0, len(train_set), candidate, model, optimizer)
+            _write_progress(run, settings, candidate, epoch + 1, 0, len(train_set))
+            saved_at = time.monotonic()
+
+    if me.is_first:
+        if writer is not None:
+            writer.close()
+        _write_result(run, settings, candidate, began)
+
+
+def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: int) -> torch.optim.Optimizer:
+    """The workload's SGD, wrapped for adaptive gradient scaling if that is the method."""
+    hyper, method = settings.training, settings.method
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sgd = torch.optim.SGD(parameters, hyper.lr, hyper.momentum, weight_decay=hyper.weight_decay)
+    if method.kind is not MethodKind.ags:
+        return sgd
+    return TulaOptimizer(
+        sgd,
+        global_batch=global_batch,
+        small_batch=method.small_batch,
+        delta_threshold=method.delta_threshold,
+        granularity=method.granularity.value,
+        gate=method.gate.value,
+        s_min=method.scale_floor,
+        refresh_samples=method.refresh_samples,
+    )
+
+
+def loader_options(settings: Settings, device: torch.device) -> dict[str, Any]:
+    workers = settings.data.loader_workers
+    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
+
+
+def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """bfloat16 where the precision asks for it; parameters and gradients stay float32, so no loss scaling is needed."""
+    if precision is not Precision.bf16:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def set_precision(precision: Precision) -> None:
+    """Whether float32 products may use the tensor cores' shorter TF32 format."""
+    torch.set_float32_matmul_precision("highest" if precision is Precision.fp32 else "high")
+    torch.backends.cudnn.allow_tf32 = precision is not Precision.fp32
+
+
+class RemainingSampler(DistributedSampler):
+    """This rank's share of an epoch, without the first `skip` samples that it has seen already."""
+
+    skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[self.skip :])
+
+
+@torch.no_grad()
+def evaluate(
+    settings: Settings, model: torch.nn.Module, loss_fn: Any, test_set: Dataset, me: Rank, device: torch.device
+) -> dict[str, float]:
+    """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks."""
+    module = inner_module(model)
+    if dist.is_initialized():  # each rank has normalised with its own batches since the last broadcast
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
+    module.eval()
+    mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))  # type: ignore[arg-type]
+    loader = DataLoader(mine, settings.training.eval_batch_per_rank, **loader_options(settings, device))
+    sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x samples, top-1, top-5, samples
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        with autocast(settings.training.precision, device):
+            outputs = module(inputs)
+            loss = loss_fn(outputs, targets)
+        ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets.unsqueeze(1)
+        top1, top5 = ranked[:, :1].sum(), ranked.sum()
+        sums += torch.stack([loss.double() * len(targets), top1.double(), top5.double(), sums.new_tensor(len(targets))])
+    loss_sum, top1_sum, top5_sum, count = sum_over_ranks(sums).tolist()
+    return {"test_loss": loss_sum / count, "test_top1": 100 * top1_sum / count, "test_top5": 100 * top5_sum / count}
+
+
+def _restore(state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Put a checkpoint into model and optimizer; returns the epoch to go on in and the samples of it already seen."""
+    if state is None:
+        return 0, 0
+    inner_module(model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["epoch"]), int(state["samples_in_epoch"])
+
+
+def _save(
+    run: RunFolder,
+    epoch: int,
+    samples_in_epoch: int,
+    epoch_samples: int,
+    candidate: Candidate,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    state = {
+        "epoch": epoch,
+        "samples_in_epoch": samples_in_epoch,
+        "global_batch": candidate.global_batch,
+        "num_nodes": candidate.num_nodes,
+        "model": inner_module(model).state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    checkpoints.save(run.checkpoints, epoch * epoch_samples + samples_in_epoch, state)
+
+
+def _keep_metrics_before(run: RunFolder, first_epoch: int) -> None:
+    """Drop the lines of epochs that will be trained again, and a line torn by a crash."""
+    if not run.metrics.exists():
+        return
+    kept = [line for line in run.read_metrics() if line["epoch"] <= first_epoch]
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
+    with run.metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _write_progress(
+    run: RunFolder, settings: Settings, candidate: Candidate, epoch: int, samples_in_epoch: int, epoch_samples: int
+) -> None:
+    samples, total = epoch * epoch_samples + samples_in_epoch, settings.training.epochs * epoch_samples
+    now = time.time()
+    write_json(run.progress, {"samples": samples, "of_samples": total, "global_batch": candidate.global_batch, "time": now})
+
+
+def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, began: float) -> None:
+    """The manifest of the whole training, written last."""
+    lines = run.read_metrics()
+    best = max(lines, key=lambda line: line["test_top1"])
+    write_json(
+        run.train_result,
+        {
+            "epochs": settings.training.epochs,
+            "num_nodes": candidate.num_nodes,
+            "batch_per_rank": candidate.batch_per_rank,
+            "global_batch": candidate.global_batch,
+            "method": settings.method.kind.name,
+            "test_top1": lines[-1]["test_top1"],
+            "test_top5": lines[-1]["test_top5"],
+            "train_top1": lines[-1]["train_top1"],
+            "best_test_top1": best["test_top1"],
+            "best_epoch": best["epoch"],
+            "step_time_s": sorted(line["step_time_s"] for line in lines)[len(lines) // 2],
+            "train_s": sum(line["epoch_s"] for line in lines),
+            "last_attempt_s": time.time() - began,
+        },
+    )
+
+
+def _tensorboard(run: RunFolder) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run.tensorboard))
+
+
+def _draw(writer: Any, line: dict[str, Any]) -> None:
+    for key, value in line.items():
+        if isinstance(value, float):
+            writer.add_scalar(key.replace("_", "/", 1), value, line["epoch"])

@@ -1,0 +1,208 @@
+"""Build model, data and loss from their import paths; and the bundled ones.
+
+A data set of your own is a callable `f(root, train, **arguments)` that returns a map-style torch data set of
+(input, class index); see "Bring your own" in the README.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from tula_hpc import imports
+from tula_hpc.config import DataKind, Settings, from_plain
+from tula_hpc.errors import TulaError
+
+
+def call(node: dict[str, Any], **more: Any) -> Any:
+    """Call the `_target_` of a configuration node with its other keys as arguments."""
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    return imports.resolve(node["_target_"])(**arguments, **more)
+
+
+def build_model(settings: Settings) -> torch.nn.Module:
+    """The model, the same on every rank: its random weights follow `training.seed`."""
+    torch.manual_seed(settings.training.seed)
+    return call(settings.workload.model)
+
+
+def build_dataset(settings: Settings, train: bool) -> Dataset:
+    """The training or test set, cut to `data.train_samples` or `data.test_samples`.
+
+    Raises:
+        TulaError: If it holds fewer samples than the configuration says.
+    """
+    wanted = settings.train_samples if train else settings.test_samples
+    workload = settings.workload
+    if settings.data.kind is DataKind.synthetic:
+        return SyntheticImages(wanted, workload.input_shape, workload.num_classes, seed=int(not train))
+    dataset = call(workload.dataset, root=Path(settings.data.root).expanduser(), train=train)
+    part = "train_samples" if train else "test_samples"
+    if len(dataset) < wanted:
+        raise TulaError(
+            f"workload.{part} is {wanted} and the data set holds {len(dataset)}; set workload.{part}={len(dataset)}"
+        )
+    if len(dataset) == wanted:
+        return dataset
+    # a fixed draw, not the first ones: many data sets are sorted by class
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
+    return Subset(dataset, order[:wanted].tolist())
+
+
+class SyntheticImages(Dataset):
+    """Random inputs of the true shape; each class has its own mean pattern, so that a model can learn something.
+
+    Samples repeat after a pool of at most 256 MiB: making noise for every sample would be measured as loading time.
+    """
+
+    def __init__(self, length: int, shape: list[int], num_classes: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        pool = max(1, min(length, 2**28 // (4 * math.prod(shape)), 4096))
+        patterns = torch.randn(min(num_classes, pool), *shape, generator=torch.Generator().manual_seed(1234))
+        self._labels = [int(i) for i in torch.randint(len(patterns), (pool,), generator=generator)]
+        self._inputs = torch.randn(pool, *shape, generator=generator).add_(patterns[self._labels], alpha=0.5)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._inputs[index % len(self._labels)], self._labels[index % len(self._labels)]
+
+
+def small_cnn(in_channels: int, image_size: int, num_classes: int, width: int) -> torch.nn.Module:
+    """Three strided convolutions and two linear layers, for small grey images."""
+    layers: list[torch.nn.Module] = []
+    channels, size = in_channels, image_size
+    for out_channels, stride in ((width, 1), (2 * width, 2), (2 * width, 2)):
+        layers += [
+            torch.nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False),
+            torch.nn.BatchNorm2d(out_channels),
+            torch.nn.ReLU(),
+        ]
+        channels, size = out_channels, math.ceil(size / stride)
+    features = channels * size * size
+    head = [torch.nn.Flatten(), torch.nn.Linear(features, 4 * width), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, *head, torch.nn.Linear(4 * width, num_classes))
+
+
+def digits(root: Path, train: bool) -> Dataset:
+    """The 1,797 digits of 8x8 pixels in scikit-learn's wheel; every fifth is a test digit."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    chosen = (torch.arange(len(bunch.target)) % 5 != 0) if train else (torch.arange(len(bunch.target)) % 5 == 0)
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    return TensorDataset(images[chosen], torch.tensor(bunch.target)[chosen])
+
+
+def _read_idx(folder: Path, name: str) -> torch.Tensor:
+    """A tensor from a file in the MNIST family's IDX format, plain or gzipped; bytes, shape as in its header."""
+    plain, zipped = folder / name, folder / f"{name}.gz"
+    raw = plain.read_bytes() if plain.exists() else gzip.decompress(zipped.read_bytes())
+    dimensions = raw[3]
+    shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+def fashion_mnist(root: Path, train: bool, download: bool = False) -> Dataset:
+    """60,000 and 10,000 grey images of 28x28 pixels, from torchvision's folder or that of Debian's package."""
+    if download:
+        from torchvision.datasets import FashionMNIST
+
+        FashionMNIST(root, download=True)
+    folder = root / "FashionMNIST" / "raw"
+    folder = folder if folder.is_dir() else root
+    prefix = "train" if train else "t10k"
+    images = _read_idx(folder, f"{prefix}-images-idx3-ubyte").unsqueeze(1).float().div_(255).sub_(0.286).div_(0.353)
+    return TensorDataset(images, _read_idx(folder, f"{prefix}-labels-idx1-ubyte").long())
+
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def _photo_transform(train: bool, image_size: int) -> Any:
+    from torchvision import transforms
+
+    crop = (
+        [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip()]
+        if train
+        else [transforms.Resize(round(image_size / 0.875)), transforms.CenterCrop(image_size)]
+    )
+    return transforms.Compose([*crop, transforms.ToTensor(), transforms.Normalize(_IMAGENET_MEAN, _IMAGENET_STD)])
+
+
+def cifar100(root: Path, train: bool, download: bool = False) -> Dataset:
+    """CIFAR-100 with the usual padded crops and flips."""
+    from torchvision import datasets, transforms
+
+    augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()] if train else []
+    normalize = transforms.Normalize((0.507, 0.487, 0.441), (0.267, 0.256, 0.276))
+    transform = transforms.Compose([*augment, transforms.ToTensor(), normalize])
+    return datasets.CIFAR100(root, train=train, transform=transform, download=download)
+
+
+def imagenet(root: Path, train: bool, image_size: int) -> Dataset:
+    """ImageNet as folders of classes below `imagenet/train` and `imagenet/val`."""
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(root / "imagenet" / ("train" if train else "val"), _photo_transform(train, image_size))
+
+
+def _every_fifth(dataset: Any, train: bool) -> Dataset:
+    """Split a data set that is sorted by class and has no official split: every fifth image is a test image."""
+    return Subset(dataset, [i for i in range(len(dataset)) if (i % 5 != 0) == train])
+
+
+class _InColour:
+    """Grey photographs among coloured ones get three equal channels."""
+
+    def __call__(self, image: Any) -> Any:
+        return image.convert("RGB")
+
+
+def _in_colour(train: bool, image_size: int) -> Any:
+    from torchvision import transforms
+
+    return transforms.Compose([_InColour(), _photo_transform(train, image_size)])
+
+
+def caltech101(root: Path, train: bool, image_size: int, download: bool = False) -> Dataset:
+    """CalTech101 without its background class."""
+    from torchvision.datasets import Caltech101
+
+    return _every_fifth(Caltech101(root, transform=_in_colour(train, image_size), download=download), train)
+
+
+def caltech256(root: Path, train: bool, image_size: int, download: bool = False) -> Dataset:
+    from torchvision.datasets import Caltech256
+
+    return _every_fifth(Caltech256(root, transform=_in_colour(train, image_size), download=download), train)
+
+
+def download_dataset(settings: Settings) -> None:
+    """Fetch the data set below `data.root`; runs in a process of its own on the machine of the user.
+
+    Raises:
+        TulaError: If the data set's callable takes no `download`.
+    """
+    import inspect
+
+    target = settings.workload.dataset["_target_"]
+    if "download" not in inspect.signature(imports.resolve(target)).parameters:
+        raise TulaError(f"data.download=true, but {target} cannot download; put the data below data.root yourself")
+    root = Path(settings.data.root).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    call(settings.workload.dataset, root=root, train=True, download=True)
+
+
+if __name__ == "__main__":
+    import json
+
+    download_dataset(from_plain(json.load(sys.stdin)))

@@ -1,0 +1,249 @@
+"""The run folder: every path of a run in one place, and how its files are written and read.
+
+    runs/<experiment>-<signature>/
+      config.yaml  plan.json  journal/
+      profile/<candidate>/attempt-<n>/rank-0003.csv  rank-0003.json
+      fit.json  selection.json
+      train/attempt-<n>/  train/metrics.jsonl  train/result.json  train/checkpoints/  train/tensorboard/
+      report.html  report/*.png
+      scheduler/                 batch scripts and logs; nothing in it is ever read as a record
+
+A stage is done when its file exists: files are written under a temporary name, flushed to disk and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.errors import RecordError
+
+FORMAT_VERSION = 1
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the whole of it or nothing, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside `folder` survive a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`write_text` of a JSON object that carries the format's version."""
+    write_text(path, json.dumps({"version": FORMAT_VERSION, **value}, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        RecordError: If the file is missing, torn, or of another format version.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(f"{path} is missing") from None
+    except ValueError as error:
+        raise RecordError(f"{path} is not whole ({error}); delete it and run the command again") from None
+    if not isinstance(value, dict) or value.get("version") != FORMAT_VERSION:
+        found = value.get("version") if isinstance(value, dict) else None
+        raise RecordError(f"{path} has format version {found}, this tula_hpc reads {FORMAT_VERSION}")
+    return value
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, run_root: str, name: str, signature: str) -> RunFolder:
+        return cls(Path(run_root).expanduser().absolute() / f"{name}-{signature}")
+
+    def create(self) -> None:
+        """Make the folder, readable by its owner only: it holds the user's data paths, code paths and models."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def fit(self) -> Path:
+        return self.path / "fit.json"
+
+    @property
+    def selection(self) -> Path:
+        return self.path / "selection.json"
+
+    @property
+    def train(self) -> Path:
+        return self.path / "train"
+
+    @property
+    def metrics(self) -> Path:
+        return self.train / "metrics.jsonl"
+
+    @property
+    def train_result(self) -> Path:
+        return self.train / "result.json"
+
+    @property
+    def progress(self) -> Path:
+        """Where the training is, rewritten every few seconds by rank 0."""
+        return self.train / "progress.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.train / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.train / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def scheduler(self) -> Path:
+        return self.path / "scheduler"
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, one an epoch, without a last one that a crash has torn; none before training."""
+        lines: list[dict[str, Any]] = []
+        if not self.metrics.exists():
+            return lines
+        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+        return lines
+
+    def attempt(self, job: str, number: int) -> AttemptFolder:
+        """Folder of one attempt at a job; jobs are `profile/<candidate>` and `train`."""
+        return AttemptFolder(self.path / job / f"attempt-{number}")
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """Paths of one attempt at a job: what its ranks were asked, said and left behind."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name.removeprefix("attempt-"))
+
+    @property
+    def run(self) -> RunFolder:
+        """The run this attempt belongs to: the closest folder above that holds a config.yaml."""
+        for folder in self.path.parents:
+            if (folder / "config.yaml").exists():
+                return RunFolder(folder)
+        raise RecordError(f"{self.path} is not inside a run folder: no config.yaml above it")
+
+    @property
+    def request(self) -> Path:
+        """What the ranks are asked to do."""
+        return self.path / "request.json"
+
+    @property
+    def claim(self) -> Path:
+        """Folder made by the first job that works on this attempt; a second one finds it and leaves."""
+        return self.path / "claim"
+
+    def rendezvous(self, launch: str) -> Path:
+        """Where rank 0 of one launch says how to reach it; a requeued job is another launch."""
+        return self.path / f"rendezvous-{safe_tag(launch)}.json"
+
+    def rank_csv(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.csv"
+
+    def rank_json(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.json"
+
+    def rank_error(self, rank: int) -> Path:
+        return self.path / f"error-{rank:04d}.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:04d}.log"
+
+    def errors(self) -> list[dict[str, Any]]:
+        """What failing ranks wrote before they ended, earliest first: the others mostly report the loss of the first.
+
+        Torn files are passed over.
+        """
+        found = []
+        for path in sorted(self.path.glob("error-*.json")):
+            try:
+                found.append(read_json(path))
+            except RecordError:
+                continue
+        return sorted(found, key=lambda error: error["time"])
+
+
+def find_run(text: str, run_root: str = "runs") -> RunFolder:
+    """The run a user means by a path or by the beginning of a folder name.
+
+    Raises:
+        RecordError: If there is none, or several; the message lists what there is.
+    """
+    path = Path(text).expanduser()
+    if (path / "config.yaml").exists():
+        return RunFolder(path.absolute())
+    root = Path(run_root).expanduser()
+    runs = sorted(p.parent for p in root.glob("*/config.yaml"))
+    matching = [p for p in runs if p.name.startswith(text)]
+    if len(matching) == 1:
+        return RunFolder(matching[0].absolute())
+    listing = "\n".join(f"  {p}" for p in (matching or runs)) or f"  (no runs in {root.absolute()})"
+    problem = "names several runs" if matching else "is not a run folder"
+    raise RecordError(f"{text} {problem}; there are:\n{listing}")
+
+
+def safe_tag(text: str) -> str:
+    """Letters, digits and dashes only: what every Slurm command finds again."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") or "run"
