@@ -194,7 +194,8 @@ class GridSettings:
 @dataclass
 class SearchSettings:
     mode: SearchMode = SearchMode.partial
-    """`full` measures every candidate; `partial` the four corners of the grid."""
+    """`full` measures every candidate; `partial` the corners of the grid: the smallest and the
+    largest cluster, and from one node on the smallest one of several, each with its smallest and largest batch."""
     warmup_steps: int = 5
     """Steps dropped before timing: buckets, momentum and kernel plans are made in them."""
     timed_steps: int = 20
@@ -512,7 +513,7 @@ def _check_local(settings: Settings) -> list[str]:
     """GPUs of this machine must be as many as the largest local candidate has ranks."""
     if settings.cluster.kind is not ClusterKind.local or settings.cluster.gpus_per_node == 0:
         return []
-    largest = max(c.world_size for c in settings.grid_candidates())
+    largest = max((c.world_size for c in settings.grid_candidates()), default=0)
     present = count_local_gpus()
     if largest <= present:
         return []

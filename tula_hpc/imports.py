@@ -45,35 +45,36 @@ def why_not_importable(target: str) -> str | None:
         return "not an import path such as package.module.name"
     if parts[0] in sys.builtin_module_names:
         return None
-    source: Path | None = None
+    sources: list[Path | None] = []
     path: list[str] | None = None
-    for depth, part in enumerate(parts):
+    for part in parts:
         spec = PathFinder.find_spec(part, path)
         if spec is None:
             break
-        source = Path(spec.origin) if spec.origin else None
+        sources.append(Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None)
         if spec.submodule_search_locations is None:
-            depth += 1
             break
         path = list(spec.submodule_search_locations)
-    else:
-        depth = len(parts)
-    if depth == 0:
+    if not sources:
         return f"no module {parts[0]!r} on Python's path (which includes the folder you start from)"
-    if depth == len(parts):
-        return "names a module, not a callable inside one"
-    names = None if source is None or source.suffix != ".py" else _top_level_names(source)
+    # a package may give a function the name of the submodule it comes from
+    depth = min(len(sources), len(parts) - 1)
+    source = sources[depth - 1]
+    names = None if source is None else _top_level_names(source)
     if names is None or parts[depth] in names:
         return None
-    module = ".".join(parts[:depth])
-    public = sorted(name for name in names if name[0] != "_")
-    shown = difflib.get_close_matches(parts[depth], public, n=5) or public[:20]
-    return f"{module} has no {parts[depth]!r}; it has {', '.join(shown) or 'nothing public'}"
+    if len(sources) == len(parts):
+        return "names a module, not a callable inside one"
+    public = {name for name in names if name[0] != "_"}
+    if source is not None and source.name == "__init__.py":
+        public |= {entry.stem for entry in source.parent.iterdir() if entry.stem[0] not in "_."}
+    shown = difflib.get_close_matches(parts[depth], sorted(public), n=5) or sorted(public)[:20]
+    return f"{'.'.join(parts[:depth])} has no {parts[depth]!r}; it has {', '.join(shown) or 'nothing public'}"
 
 
 def _top_level_names(source: Path) -> set[str] | None:
     """Names a module's file binds at its top level; None if they cannot be told (star imports, module __getattr__)."""
-    names = {entry.stem for entry in source.parent.iterdir()} if source.name == "__init__.py" else set()
+    names: set[str] = set()
     pending: list[ast.AST] = [ast.parse(source.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()

@@ -23,7 +23,9 @@ def next_candidates(
     `full` profiles the whole grid. `partial` profiles four corners: the smallest and the largest cluster, each with its
     smallest and largest batch per rank. The paper calls them "only the extremum configurations", in places two points;
     two runs that differ in both nodes and batch cannot tell computation from synchronisation. Three identify intercept,
-    slope and synchronisation, and the fourth shows how much of it hides behind computation.
+    slope and synchronisation, and the fourth shows how much of it hides behind computation. Where the smallest cluster
+    is a single node, which exchanges nothing, the smallest one of several nodes has its two corners as well: without
+    them nothing is known of how synchronisation grows (17.5 % instead of 7.7 % median error on public traces).
 
     When a corner is infeasible, the next smaller batch of the same cluster takes its place until one fits, and when no
     batch of a cluster is feasible, the next cluster does.
@@ -55,8 +57,9 @@ def _cluster(candidate: Candidate) -> tuple[int, int]:
 
 def _corners(grid: set[Candidate]) -> set[Candidate]:
     clusters = sorted({_cluster(candidate) for candidate in grid})
+    several_nodes = [cluster for cluster in clusters if cluster[0] > 1]
     corners = set()
-    for cluster in clusters[:1] + clusters[-1:]:
+    for cluster in {*clusters[:1], *several_nodes[:1], *clusters[-1:]}:
         batches = sorted(candidate for candidate in grid if _cluster(candidate) == cluster)
         corners |= {batches[0], batches[-1]}
     return corners

@@ -181,7 +181,9 @@ def _measurements(measured: pd.DataFrame) -> pd.DataFrame:
     """measured_step_time_s and measured_memory_gib, indexed by configuration."""
     if measured.empty:
         measured = pd.DataFrame(columns=[*_KEYS, "step_time_s"], dtype=float)
-    groups = measured.assign(memory_gib=measured.get("memory_gib", np.nan)).groupby(_KEYS)
+    # Records from JSON hold None for unknown numbers, which leaves a column of objects.
+    numbers = {name: measured.get(name, np.nan) for name in ("step_time_s", "memory_gib")}
+    groups = measured.assign(**numbers).astype(dict.fromkeys(numbers, float)).groupby(_KEYS)
     return pd.DataFrame(
         {"measured_step_time_s": groups["step_time_s"].median(), "measured_memory_gib": groups["memory_gib"].max()}
     )

@@ -167,11 +167,16 @@ class StepTimeFit:
         return float(stats.t.ppf((1 + level) / 2, runs)) * max(math.sqrt(squares / runs), self.residual_log_error)
 
     def extrapolates(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Which rows lie outside the measured range of nodes or batch, or have GPUs per node never measured."""
+        """Which rows lie outside the measured range of nodes or batch, or have GPUs per node never measured.
+
+        One node does not count as the lower end of several: it says nothing about synchronisation between nodes.
+        """
         nodes, gpus, batch = _configurations(table)
         seen = np.array(self.measured, dtype=float)
         low, high = seen.min(axis=0), seen.max(axis=0)
         outside = (nodes < low[0]) | (nodes > high[0]) | (batch < low[2]) | (batch > high[2])
+        fewest = seen[seen[:, 0] > 1, 0].min(initial=math.inf)
+        outside |= (nodes > 1) & (nodes < fewest)
         return np.asarray(outside | ~np.isin(gpus, seen[:, 1]), dtype=bool)
 
     def to_dict(self) -> dict[str, Any]:

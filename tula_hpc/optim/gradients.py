@@ -64,8 +64,7 @@ def magnitude_ratio(small: Tensor, large: Tensor, *, eps: float, s_min: float, s
     Line 16 adds eps to the signed gradient, which has a pole at g_large = -eps; adding it to the magnitude has none.
     Where both are 0 (dead units) nothing is known, and 0 / eps = 0 would freeze the weight until the next refresh.
     """
-    # `large` comes first, so that the result has the memory layout of the gradient it will multiply.
-    ratio = (large + eps).reciprocal().mul_(small).clamp_(s_min, s_max)
+    ratio = _quotient(small, large + eps).clamp_(s_min, s_max)
     return torch.where((large == 0) & (small == 0), 1.0, ratio)
 
 
@@ -74,8 +73,13 @@ def printed_ratio(g_small: Tensor, g_large: Tensor, *, eps: float, s_max: float)
 
     The one departure: 0/0 at the pole g_large = -eps gives 1, since a NaN would stay in the weights.
     """
-    ratio = (g_large.float() + eps).reciprocal().mul_(g_small).abs_()
+    ratio = _quotient(g_small, g_large.float() + eps).abs_()
     return ratio.nan_to_num_(nan=1.0, posinf=s_max).clamp_(max=s_max)
+
+
+def _quotient(small: Tensor, large: Tensor) -> Tensor:
+    """small / large, written into `large`: the result has the memory layout of the gradient it will multiply."""
+    return torch.div(small, large, out=large)
 
 
 def random_subset(num_items: int, size: int, seed: int) -> Tensor:
@@ -181,7 +185,7 @@ def measured_scales(
     if as_printed:
         pairs = zip(g_small, g_large, strict=True)
         return Measured([printed_ratio(small, large, eps=eps, s_max=s_max) for small, large in pairs], finite)
-    magnitudes = zip(((s / 1).sqrt() for s in squares), (s.sqrt() for s in large_squares), strict=True)
+    magnitudes = zip(((s / num_draws).sqrt() for s in squares), (s.sqrt() for s in large_squares), strict=True)
     bounds = {"eps": eps, "s_min": s_min, "s_max": s_max}
     return Measured([magnitude_ratio(small, large, **bounds) for small, large in magnitudes], finite)
 

@@ -23,6 +23,8 @@ from tula_hpc.ranks.workloads import build_dataset, build_model, call
 from tula_hpc.runs import RunFolder, write_json, write_text
 
 PROGRESS_EVERY_S = 2.0
+FIRST_STEPS = 5
+"""Steps of a process that say nothing about the others: memory is claimed and kernels are chosen in them."""
 
 
 class TimeIsUp(Exception):
@@ -71,7 +73,8 @@ def train(
         sampler.skip = samples_in_epoch // me.world_size
         model.train()
         sums = torch.zeros(3, device=device)  # loss x samples, correct, samples
-        epoch_began, steps = time.monotonic(), 0
+        epoch_began = timed_since = time.monotonic()
+        steps = 0
         lr = hyper.lr
         for inputs, targets in loader:
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -100,6 +103,8 @@ def train(
                 sums += torch.stack([loss.detach().float() * len(targets), correct.float(), sums.new_tensor(len(targets))])
             samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, len(train_set))
             steps += 1
+            if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
+                timed_since, steps = _now(device), 0
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
                 _write_progress(run, settings, candidate, epoch, samples_in_epoch, len(train_set))
@@ -110,9 +115,7 @@ def train(
                 _save(run, epoch, samples_in_epoch, len(train_set), candidate, model, optimizer)
                 raise TimeIsUp("the time limit is near; a checkpoint was written")
 
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        train_s = time.monotonic() - epoch_began
+        trained_at = _now(device)
         loss_sum, correct_sum, count = sum_over_ranks(sums).tolist()
         line = {
             "epoch": epoch + 1,
@@ -124,8 +127,8 @@ def train(
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
             "num_nodes": candidate.num_nodes,
-            "step_time_s": train_s / max(1, steps),
-            "train_s": train_s,
+            "step_time_s": (trained_at - timed_since) / max(1, steps),
+            "train_s": trained_at - epoch_began,
             "epoch_s": time.monotonic() - epoch_began,
             **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
         }
@@ -143,8 +146,15 @@ def train(
         _write_result(run, settings, candidate, began)
 
 
+def _now(device: torch.device) -> float:
+    """The host's clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
 def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: int) -> torch.optim.Optimizer:
-    """The workload's SGD, wrapped for adaptive gradient scaling if that is the method."""
+    """SGD, wrapped for adaptive gradient scaling if that is the method."""
     hyper, method = settings.training, settings.method
     parameters = [p for p in model.parameters() if p.requires_grad]
     sgd = torch.optim.SGD(parameters, hyper.lr, hyper.momentum, weight_decay=hyper.weight_decay)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_hpc.composition import compose
+from tula_hpc.config import Settings
+from tula_hpc.runs import RunFolder
+
+# One thread a process: the test machines have few cores, and ranks inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TINY = [
+    "+experiment=quickstart",
+    "data.train_samples=256",
+    "data.test_samples=97",
+    "training.epochs=2",
+    "search.warmup_steps=1",
+    "search.timed_steps=4",
+    "search.compute_steps=3",
+    "grid.max_batch_per_rank=64",
+]
+
+
+@pytest.fixture
+def tiny_settings(tmp_path: Path) -> Callable[..., Settings]:
+    """Settings of a run that takes seconds, composed as a user's are; takes overrides."""
+
+    def make(*overrides: str) -> Settings:
+        return compose([*TINY, f"run_root={tmp_path}/runs", *overrides])
+
+    return make
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "runs" / "tiny-0123456789")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def rank_meta() -> Callable[..., dict[str, Any]]:
+    """What a rank writes beside its rows; takes changes."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        parts = dict.fromkeys(
+            ("param_gib", "grad_gib", "optimizer_gib", "activation_gib", "batch_gib", "other_gib"), 0.1
+        )
+        memory = {"memory_gib": 0.6, "limit_gib": 8.0, "parts": parts, "allocator_retries": 0}
+        meta = {
+            "world_size": 2,
+            "batch_per_rank": 64,
+            "host": "n1",
+            "device": "CPU",
+            "compute_step_s": 0.08,
+            "allreduce_s": 0.01,
+            "gradient_bytes": 2**20,
+            "memory": memory,
+        }
+        return {**meta, **changes}
+
+    return make

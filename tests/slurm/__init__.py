@@ -1,0 +1,1 @@
+"""Tests that need a real Slurm; they start a throw-away one themselves."""

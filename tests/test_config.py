@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tula_hpc import imports
+from tula_hpc.composition import compose, describe_settings
+from tula_hpc.config import (
+    DataKind,
+    Settings,
+    check,
+    conf_dir,
+    from_plain,
+    measurement_signature,
+    signature,
+    to_plain,
+)
+from tula_hpc.errors import ConfigError
+
+EXPERIMENTS = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_passes_its_check(name: str):
+    """Every experiment in conf/ is valid as it stands, apart from the data being there."""
+    settings = compose([f"+experiment={name}", "data=synthetic"])
+    assert check(settings) == []
+    assert settings.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "weight_decay", "milestones", "decay"),
+    [
+        ("resnet50_imagenet", 0.05, 5e-4, [100, 150, 200], 0.1),
+        ("vgg11_cifar100", 0.01, 5e-4, [50, 75, 100], 0.2),
+        ("alexnet_caltech101", 0.01, 5e-4, [25, 50, 75], 0.1),
+        ("mobilenetv3_caltech256", 0.01, 1e-4, [40, 80], 0.1),
+    ],
+)
+def test_the_papers_experiments_have_its_hyper_parameters(
+    name: str, lr: float, weight_decay: float, milestones: list[int], decay: float
+):
+    """The four experiments of the paper use section IV-B's optimiser, schedule and search space."""
+    s = compose([f"+experiment={name}"])
+    assert (s.training.lr, s.training.weight_decay, s.training.milestones, s.training.lr_decay) == (
+        lr,
+        weight_decay,
+        milestones,
+        decay,
+    )
+    assert (s.training.momentum, s.training.warmup_epochs, s.method.delta_threshold) == (0.9, 5.0, 0.5)
+    assert (s.grid.min_nodes, s.grid.max_nodes, s.grid.min_global_batch) == (2, 16, 32)
+
+
+def test_all_problems_are_reported_at_once():
+    """A user with four mistakes reads about four mistakes."""
+    with pytest.raises(ConfigError) as caught:
+        compose(["+experiment=quickstart", "grid.max_node=2", "objective=foo", "search.timed_steps=x", "training.lr=-1"])
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("objective=fastest", "known are cost, knee, time"),
+        ("+experiment=resnet", "resnet50_imagenet"),
+        ("grid.max_node=2", "did you mean grid.max_nodes"),
+        ("training.precision=fp8", "expected one of [fp32, tf32, bf16]"),
+        ("search.timed_steps=many", "could not be converted to Integer"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_known_ones(override: str, answer: str):
+    """Whatever is misspelt, the message says what would have been right."""
+    extra = [] if override.startswith("+experiment") else ["+experiment=quickstart"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*extra, override])
+    assert answer in str(caught.value)
+    assert override in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.lr=0", ["training.lr is 0", "greater than 0"]),
+        ("method.scale_floor=-1", ["method.scale_floor is -1", "0 or greater"]),
+        ("grid.min_nodes=8", ["grid.min_nodes is 8", "grid.max_nodes=2"]),
+        ("search.memory_fraction=1.5", ["search.memory_fraction is 1.5", "(0, 1]"]),
+        ("name=a/b", ["name is 'a/b'", "'/'"]),
+        ("training.milestones=[9,3]", ["training.milestones", "rising"]),
+        ("grid.min_global_batch=250", ["the grid is empty", "grid.min_global_batch=250", "widen"]),
+        ("workload.model._target_=torchvision.modles.resnet18", ["workload.model._target_", "'modles'", "models"]),
+        ("workload.model._target_=nowhere.net", ["no module 'nowhere'"]),
+        ("workload.data_files=[absent]", ["data.root", "absent", "data.download=true", "data=synthetic"]),
+        ("pricing.price_per_node_hour=0", ["pricing.price_per_node_hour is 0"]),
+    ],
+)
+def test_each_rule_names_key_value_limit_and_way_out(
+    tiny_settings: Callable[..., Settings], override: str, words: list[str]
+):
+    """A broken rule is told in one sentence that holds what is needed to mend it."""
+    (problem,) = check(tiny_settings(override))
+    for word in words:
+        assert word in problem
+
+
+def test_more_local_gpus_than_there_are_is_refused(tiny_settings: Callable[..., Settings]):
+    """A grid that needs more GPUs than this machine has is not started."""
+    (problem,) = check(tiny_settings("cluster.gpus_per_node=64", "grid.max_global_batch=null", "grid.min_batch_per_rank=1"))
+    assert "cluster.gpus_per_node=64: that needs 128 GPUs" in problem
+
+
+def test_check_changes_nothing(tiny_settings: Callable[..., Settings]):
+    """Checking only complains."""
+    settings = tiny_settings("training.lr=-1")
+    before = to_plain(settings)
+    check(settings)
+    assert to_plain(settings) == before
+
+
+def test_settings_survive_the_run_folder(tiny_settings: Callable[..., Settings]):
+    """What is written as plain values reads back as the same settings."""
+    settings = tiny_settings("data=synthetic", "method.granularity=model")
+    assert from_plain(to_plain(settings)) == settings
+    assert settings.data.kind is DataKind.synthetic
+
+
+def test_the_signature_ignores_what_does_not_change_the_result(tiny_settings: Callable[..., Settings]):
+    """Time limits, polling and the account leave the run folder the same; the learning rate does not."""
+    base = signature(tiny_settings())
+    assert signature(tiny_settings("cluster.profile_time_limit_min=3", "cluster.account=a", "run_root=x")) == base
+    assert signature(tiny_settings("training.lr=0.02")) != base
+
+
+def test_measurements_are_shared_between_objectives(tiny_settings: Callable[..., Settings]):
+    """Objective, prices, epochs and grid do not change what a step takes; the model does."""
+    base = measurement_signature(tiny_settings())
+    same = tiny_settings("objective=cost", "pricing=memory", "training.epochs=9", "grid.max_nodes=1", "data.train_samples=200")
+    assert measurement_signature(same) == base
+    assert measurement_signature(tiny_settings("workload.model.width=8")) != base
+
+
+def test_every_setting_says_what_it_means_unless_its_name_does():
+    """The list of settings covers every field of the schema."""
+    lines = describe_settings()
+    fields = sum(
+        len(dataclasses.fields(getattr(Settings(), f.name))) if dataclasses.is_dataclass(getattr(Settings(), f.name)) else 1
+        for f in dataclasses.fields(Settings)
+    )
+    assert len(lines) == fields
+    assert any(line.startswith("grid.max_batch_per_rank = 1024   Largest batch") for line in lines)
+
+
+def test_a_site_folder_of_ones_own_adds_choices(tmp_path: Path):
+    """--config-dir adds a user's cluster file beside the shipped ones."""
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mysite.yaml").write_text("kind: slurm\npartition: fast\n")
+    settings = compose(["--config-dir", str(tmp_path), "+experiment=fashion_mnist", "cluster=mysite"])
+    assert settings.cluster.partition == "fast"
+
+
+@pytest.mark.parametrize("target", ["torchvision.models.resnet50", "torch.nn.CrossEntropyLoss", "json.dumps", "math.sqrt"])
+def test_importable_targets_raise_no_objection(target: str):
+    """A path that can be imported is not complained about, and resolves."""
+    assert imports.why_not_importable(target) is None
+    assert callable(imports.resolve(target))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("nowhere.net", "no module 'nowhere'"),
+        ("tula_hpc.ranks.workloads.small_cn", "it has small_cnn"),
+        ("json.decoder", "a module, not a callable"),
+        ("resnet50", "not an import path"),
+        ("os.system('x')", "not an import path"),
+    ],
+)
+def test_targets_that_cannot_be_imported_are_found_without_importing(target: str, reason: str):
+    """A misspelt import path is told before any job waits for it."""
+    assert reason in (imports.why_not_importable(target) or "")
+
+
+def test_a_module_that_fails_inside_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An import error inside a user's module is shown as it is."""
+    (tmp_path / "brokenmodule.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        imports.resolve("brokenmodule.net")

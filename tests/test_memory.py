@@ -1,0 +1,151 @@
+"""The memory model recovers Eq. (3), bounds the batch from its upper end, and never trusts an untried size far out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tula_hpc.models.memory import MemoryFit, MemoryOutcome, fit_memory
+
+
+def peaks(batches: list[int], noise_gib: float = 0.0, slope: float = 0.05, repeats: int = 1) -> pd.DataFrame:
+    """Peaks of 2 GiB and 0.05 GiB per sample."""
+    batch = np.repeat(batches, repeats)
+    noise = noise_gib * np.random.default_rng(5).standard_normal(len(batch))
+    return pd.DataFrame({"batch_per_rank": batch, "memory_gib": 2 + slope * batch + noise})
+
+
+def test_line_is_recovered() -> None:
+    """Exact peaks give back the constant and the slope."""
+    fit = fit_memory(peaks([8, 32, 128]))
+    assert fit.outcome is MemoryOutcome.OK
+    assert (fit.total.intercept_gib, fit.total.slope_gib) == pytest.approx((2.0, 0.05))
+    assert fit.predict([16, 64]) == pytest.approx([2.8, 5.2])
+
+
+def test_parts_follow_equation_3() -> None:
+    """Static parts stay constant, activations and the batch grow, and what is left to the total is `other_gib`."""
+    batch = np.array([8, 32, 128])
+    table = peaks([8, 32, 128]).assign(
+        param_gib=0.4, grad_gib=0.4, optimizer_gib=0.8, activation_gib=0.04 * batch, batch_gib=0.005 * batch
+    )
+    parts = fit_memory(table).parts(64)
+    assert parts == pytest.approx(
+        {
+            "param_gib": 0.4,
+            "grad_gib": 0.4,
+            "optimizer_gib": 0.8,
+            "activation_gib": 2.56,
+            "batch_gib": 0.32,
+            "other_gib": 5.2 - 4.48,
+        }
+    )
+
+
+def test_parts_without_parts() -> None:
+    """Without measured parts everything is `other_gib`."""
+    assert fit_memory(peaks([8, 128])).parts(64) == pytest.approx({"other_gib": 5.2})
+
+
+def test_interval_holds_new_peaks() -> None:
+    """With noisy repeats, the 90 % interval holds about that share of new peaks and widens outside the measurements."""
+    fit = fit_memory(peaks([8, 32, 128], noise_gib=0.2, repeats=4))
+    batch = np.tile([8, 32, 128, 200], 250)
+    fresh = 2 + 0.05 * batch + 0.2 * np.random.default_rng(6).standard_normal(len(batch))
+    low, high = fit.interval(batch)
+    assert ((fresh >= low) & (fresh <= high)).mean() > 0.85
+    assert (high - low)[3] > (high - low)[1]
+
+
+def test_upper_end_bounds_the_batch() -> None:
+    """The bound comes from the upper end, so noise makes it smaller, and a smaller fraction does too."""
+    exact = fit_memory(peaks([8, 32, 128], repeats=4))
+    noisy = fit_memory(peaks([8, 32, 128], noise_gib=0.3, repeats=4))
+    assert exact.max_batch_per_rank(10.0) == 138  # 1.01 (2 + 0.05 b) <= 9
+    assert noisy.max_batch_per_rank(10.0) < 138
+    assert exact.max_batch_per_rank(10.0, fraction=0.7) < 138
+    assert float(noisy.interval(noisy.max_batch_per_rank(10.0))[1]) <= 9.0
+
+
+def test_two_points_keep_a_margin() -> None:
+    """A line through two points has no residual, so the paper's memory error is kept as a margin."""
+    fit = fit_memory(peaks([8, 128]))
+    assert float(fit.interval(64)[1]) == pytest.approx(1.14 * 5.2)
+
+
+def test_extrapolation_is_bounded() -> None:
+    """However much memory there is, no batch beyond twice the largest measured one is allowed."""
+    assert fit_memory(peaks([8, 32])).max_batch_per_rank(1000.0) == 64
+
+
+def test_out_of_memory_bounds_the_batch() -> None:
+    """A batch that ran out of memory is never reached again, whatever the line says."""
+    assert fit_memory(peaks([8, 32, 128]), oom_batches=[200, 160]).max_batch_per_rank(1000.0) == 159
+
+
+def test_out_of_memory_is_a_censored_point() -> None:
+    """An out-of-memory batch that the line calls harmless pulls it up; one that the line expects changes nothing."""
+    table = peaks([8, 32, 128]).assign(limit_gib=12.0)
+    unexpected, expected = fit_memory(table, oom_batches=[160]), fit_memory(table, oom_batches=[256])
+    assert float(unexpected.predict(160)) > float(fit_memory(table).predict(160)) + 0.5
+    assert expected.total == fit_memory(table).total
+
+
+def test_nothing_fits() -> None:
+    """A limit below the smallest batch gives 0, not a default."""
+    assert fit_memory(peaks([8, 32, 128])).max_batch_per_rank(1.0) == 0
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.001])
+def test_not_rising(slope: float) -> None:
+    """Memory that does not rise is a named outcome with a flat line, and only extrapolation bounds the batch."""
+    fit = fit_memory(peaks([1, 2, 4, 8], slope=slope, noise_gib=0.001 if slope else 0.0))
+    assert fit.outcome is MemoryOutcome.NOT_RISING
+    assert fit.outcome.advice
+    assert fit.total.slope_gib == 0.0
+    assert fit.max_batch_per_rank(100.0) == 16
+
+
+def test_one_batch_size() -> None:
+    """One batch size leaves the slope open: the upper end takes everything to grow, the lower one nothing."""
+    fit = fit_memory(peaks([32, 32]))
+    assert fit.outcome is MemoryOutcome.ONE_BATCH_SIZE
+    low, high = fit.interval([16, 64])
+    assert low == pytest.approx([1.8, 3.6], rel=0.1)
+    assert high == pytest.approx([3.6, 7.2], rel=0.1)
+
+
+def test_one_batch_size_with_parts() -> None:
+    """With measured activations one batch size is enough for a slope."""
+    table = peaks([32]).assign(activation_gib=1.5, batch_gib=0.1)
+    assert fit_memory(table).total.slope_gib == pytest.approx(0.05)
+
+
+def test_limit_is_the_smallest_device() -> None:
+    """Without a given limit, the smallest device seen while profiling is the limit; without any, it is asked for."""
+    table = peaks([8, 32, 128], repeats=2)
+    fit = fit_memory(table.assign(limit_gib=[16.0, 16.0, 10.0, 16.0, 16.0, 16.0]))
+    assert fit.limit_gib == 10.0
+    assert fit.max_batch_per_rank() == fit.max_batch_per_rank(10.0)
+    with pytest.raises(ValueError, match="pass limit_gib"):
+        fit_memory(table).max_batch_per_rank()
+
+
+def test_unmeasured_rows_are_left_out() -> None:
+    """Rows without a peak are ignored; a table without any is refused."""
+    table = peaks([8, 32, 128])
+    unknown = table.assign(memory_gib=np.nan)
+    assert fit_memory(pd.concat([table, unknown])) == fit_memory(table)
+    with pytest.raises(ValueError, match="memory_gib"):
+        fit_memory(unknown)
+    with pytest.raises(ValueError, match=r"lacks the columns \['memory_gib'\]"):
+        fit_memory(table[["batch_per_rank"]])
+
+
+def test_json_round_trip() -> None:
+    """A fit survives JSON."""
+    fit = fit_memory(peaks([8, 128]).assign(param_gib=0.4, limit_gib=16.0), oom_batches=[256])
+    assert MemoryFit.from_dict(json.loads(json.dumps(fit.to_dict(), allow_nan=False))) == fit

@@ -1,0 +1,64 @@
+"""The learning-rate factor by epoch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tula_hpc.optim.schedules import lr_factor
+
+
+@pytest.mark.parametrize(
+    ("epoch", "factor"),
+    [
+        (0, 0.1),
+        (2.5, 0.55),
+        (5, 1.0),
+        (7.999, 1.0),
+        (8, 0.1),
+        (11.5, 0.1),
+        (12, 0.01),
+        (100, 0.01),
+    ],
+)
+def test_warms_up_linearly_and_drops_at_unshifted_milestones(epoch, factor):
+    """The factor rises from a tenth to one within the warm-up and drops exactly at each milestone, counted from 0."""
+    assert lr_factor(epoch, warmup_epochs=5, milestones=[8, 12], decay=0.1) == pytest.approx(factor)
+
+
+def test_no_warmup_starts_at_one():
+    """Without warm-up the first epoch already has the full rate."""
+    assert lr_factor(0, warmup_epochs=0, milestones=[], decay=0.1) == 1.0
+
+
+def test_a_milestone_within_the_warmup_counts():
+    """Warm-up and decay multiply, whichever comes first."""
+    assert lr_factor(2, warmup_epochs=4, milestones=[1], decay=0.5, warmup_start=0.0) == pytest.approx(0.25)
+
+
+def test_order_of_milestones_does_not_matter():
+    """Milestones may be given in any order."""
+    factors = [lr_factor(9, warmup_epochs=0, milestones=m, decay=0.2) for m in ([3, 9, 30], [30, 9, 3])]
+    assert factors == pytest.approx([0.04, 0.04])
+
+
+def test_drops_at_the_first_step_of_an_epoch():
+    """With `step / steps_per_epoch` no step is early or late, whatever the number of steps per epoch."""
+    for steps_per_epoch in (3, 7, 390):
+        before, at = (
+            lr_factor((8 * steps_per_epoch + shift) / steps_per_epoch, warmup_epochs=5, milestones=[8], decay=0.1)
+            for shift in (-1, 0)
+        )
+        assert (before, at) == (1.0, pytest.approx(0.1))
+
+
+def test_refuses_a_negative_warmup():
+    """A negative warm-up is named with its value and the way out."""
+    with pytest.raises(ValueError, match="warmup_epochs is -1"):
+        lr_factor(0, warmup_epochs=-1, milestones=[], decay=0.1)
+
+
+def test_needs_no_torch():
+    """The schedule can be used where torch must not be loaded."""
+    code = "import sys, tula_hpc.optim.schedules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

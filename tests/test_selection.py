@@ -1,0 +1,331 @@
+"""The choice is the least time, the least cost or the knee among feasible candidates, and nothing else moves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tula_hpc.candidates import Candidate, candidate_grid
+from tula_hpc.models.memory import fit_memory
+from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice
+from tula_hpc.models.selection import (
+    NoFeasibleConfiguration,
+    Rule,
+    Selection,
+    UnusableFit,
+    candidate_table,
+    select,
+)
+from tula_hpc.models.step_time import StepTimeOutcome, fit_step_time
+
+GRID = candidate_grid([2, 4, 8, 16], 1, [8, 16, 32, 64, 128, 256], 1, 10**6)
+KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+
+
+def measurements(memory_gib: float = 0.05) -> pd.DataFrame:
+    """Four corners of t = 20 ms + 1 ms b + 200 ms (1 - 1/N) and 2 GiB + 0.05 GiB b."""
+    rows = [(n, 1, b, 0.02 + 0.001 * b + 0.2 * (1 - 1 / n), 2 + memory_gib * b) for n in (2, 16) for b in (8, 256)]
+    return pd.DataFrame(rows, columns=[*KEYS, "step_time_s", "memory_gib"])
+
+
+def make_table(
+    limit_gib: float = 80.0, infeasible: frozenset[Candidate] = frozenset(), **changes: object
+) -> pd.DataFrame:
+    data = measurements()
+    settings = {
+        "grid": GRID,
+        "step_time_fit": fit_step_time(data, "additive"),
+        "memory_fit": fit_memory(data),
+        "price": NodeHourPrice(2.48),
+        "train_samples": 1_281_167,
+        "epochs": 90,
+        "limit_gib": limit_gib,
+        "memory_fraction": 0.9,
+        "infeasible": infeasible,
+        "measured": data,
+        **changes,
+    }
+    return candidate_table(**settings)  # type: ignore[arg-type]
+
+
+def curve(batches: list[int], times: list[float], nodes: int = 1) -> pd.DataFrame:
+    """A feasible table with given training times."""
+    time = np.array(times, dtype=float)
+    return pd.DataFrame(
+        {
+            "num_nodes": nodes,
+            "gpus_per_node": 1,
+            "batch_per_rank": np.array(batches) // nodes,
+            "global_batch": batches,
+            "step_time_s": time / 100,
+            "epoch_time_s": time / 10,
+            "train_time_s": time,
+            "train_time_low_s": time * 0.95,
+            "train_time_high_s": time * 1.05,
+            "cost": time * nodes,
+            "memory_gib": 1.0,
+            "feasible": True,
+            "why_infeasible": "",
+            "extrapolated": False,
+        }
+    )
+
+
+DOUBLINGS = [2**power for power in range(8, 15)]
+SMOOTH = curve(DOUBLINGS, [1e6 / batch + 1000 for batch in DOUBLINGS])
+
+
+def choice(table: pd.DataFrame, objective: str) -> Candidate:
+    return select(table, objective).candidate
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_table_has_one_row_per_candidate() -> None:
+    """Every candidate has its prediction, interval, time, cost and memory, sorted by nodes, then batch."""
+    table = make_table()
+    assert [Candidate(n, b, g) for n, g, b in table[KEYS].itertuples(index=False)] == GRID
+    row = table.loc[(table["num_nodes"] == 4) & (table["batch_per_rank"] == 64)].iloc[0]
+    steps = -(-1_281_167 // 256)
+    assert row["step_time_s"] == pytest.approx(0.234)
+    assert row["epoch_time_s"] == pytest.approx(0.234 * steps)
+    assert row["train_time_s"] == pytest.approx(90 * 0.234 * steps)
+    assert row["cost"] == pytest.approx(row["train_time_s"] / 3600 * 4 * 2.48)
+    assert row["memory_gib"] == pytest.approx(5.2)
+    assert row["train_time_low_s"] < row["train_time_s"] < row["train_time_high_s"]
+    assert table["feasible"].all()
+    assert not table["extrapolated"].any()
+
+
+def test_measurements_stand_beside_predictions() -> None:
+    """Measured time (median) and memory (largest) appear in their own columns, NaN where nothing was measured."""
+    twice = pd.concat([measurements(), measurements().assign(step_time_s=1.0, memory_gib=30.0)])
+    table = make_table(measured=twice)
+    first = table.iloc[0]
+    assert first["measured_step_time_s"] == pytest.approx((0.128 + 1.0) / 2)
+    assert first["measured_memory_gib"] == 30.0
+    assert table["measured_step_time_s"].notna().sum() == 4
+
+
+def test_nothing_measured_yet() -> None:
+    """No measurements, or unknown memory as JSON's null, are no error."""
+    assert make_table(measured=pd.DataFrame())["measured_step_time_s"].isna().all()
+    records = [{**record, "memory_gib": None} for record in measurements().to_dict("records")]
+    assert make_table(measured=pd.DataFrame(records))["measured_memory_gib"].isna().all()
+
+
+def test_memory_limits_candidates() -> None:
+    """A batch whose upper end exceeds the share of the limit is infeasible, and the row says by how much."""
+    table = make_table(limit_gib=8.0)
+    assert set(table.loc[~table["feasible"], "batch_per_rank"]) == {128, 256}
+    assert "predicted (upper end)" in table.loc[table["batch_per_rank"] == 128, "why_infeasible"].iloc[0]
+    assert "measured" in table.loc[table["batch_per_rank"] == 256, "why_infeasible"].iloc[0]
+
+
+def test_out_of_memory_closes_larger_batches() -> None:
+    """A candidate that did not fit makes larger batches of its cluster infeasible, and only of that cluster."""
+    table = make_table(infeasible=frozenset({Candidate(4, 64)}))
+    closed = table.loc[~table["feasible"]]
+    assert set(closed[["num_nodes", "batch_per_rank"]].itertuples(index=False, name=None)) == {
+        (4, 64),
+        (4, 128),
+        (4, 256),
+    }
+    assert set(closed["why_infeasible"]) == {
+        "did not fit when profiled",
+        "a smaller batch did not fit on the same cluster",
+    }
+
+
+def test_far_extrapolation_of_memory_is_infeasible() -> None:
+    """A batch beyond twice the largest measured one is infeasible however much memory there is."""
+    table = make_table(grid=[*GRID, Candidate(2, 512), Candidate(2, 1024)])
+    reasons = table.set_index("batch_per_rank")["why_infeasible"]
+    assert reasons[512] == ""
+    assert "more than 2 times" in reasons[1024]
+
+
+def test_batch_larger_than_the_data_is_infeasible() -> None:
+    """A global batch larger than the training set is infeasible."""
+    table = make_table(train_samples=1000)
+    assert (table["feasible"] == (table["global_batch"] <= 1000)).all()
+
+
+def test_unknown_memory_bounds_nothing() -> None:
+    """Without a memory fit only what failed is infeasible, and the memory-based cost is unknown."""
+    table = make_table(memory_fit=None, measured=measurements()[[*KEYS, "step_time_s"]], price=MemoryPrice(0.15))
+    assert table["feasible"].all()
+    assert table["cost"].isna().all()
+    assert select(table, "time").predicted["cost"] is None
+    with pytest.raises(NoFeasibleConfiguration, match="needs measured memory"):
+        select(table, "cost")
+
+
+def test_unusable_fit_is_refused() -> None:
+    """A step-time fit that predicts nothing is refused with its advice."""
+    fit = dataclasses.replace(fit_step_time(measurements()), outcome=StepTimeOutcome.NOT_CONVERGED)
+    with pytest.raises(UnusableFit, match=r"NOT_CONVERGED.*Profile more"):
+        make_table(step_time_fit=fit)
+
+
+# --- time and cost ----------------------------------------------------------------------------------------------------
+
+
+def test_least_time_and_cost() -> None:
+    """Without ties the least training time and the least cost are chosen."""
+    table = make_table()
+    for objective, column in (("time", "train_time_s"), ("cost", "cost")):
+        selection = select(table, objective, tie_tolerance=0.0)
+        assert selection.rule is Rule.MINIMUM
+        assert selection.predicted[column] == pytest.approx(table[column].min())
+
+
+def test_fixed_price_picks_the_smallest_cluster() -> None:
+    """Under a fixed price per node the smallest cluster is cheapest, and the reason says that this is usual."""
+    selection = select(make_table(), "cost")
+    assert selection.num_nodes == 2
+    assert "usually picks the smallest cluster" in selection.reason
+
+
+def test_memory_price_moves_the_cheapest_batch() -> None:
+    """A price for memory makes large batches dearer than a price for nodes does."""
+    by_node = select(make_table(), "cost", tie_tolerance=0.0)
+    by_memory = select(make_table(price=MemoryPrice(0.15)), "cost", tie_tolerance=0.0)
+    assert by_memory.global_batch < by_node.global_batch
+
+
+def test_ties_go_to_the_smaller_batch() -> None:
+    """A smaller batch within the tolerance of the least time is preferred, one outside is not."""
+    table = curve([64, 128, 256], [130.0, 101.0, 100.0])
+    selection = select(table, "time", tie_tolerance=0.02)
+    assert selection.global_batch == 128
+    assert selection.rule is Rule.SMALLEST_BATCH_IN_TIE
+    assert "1.0% above the least" in selection.reason
+    assert select(table, "time", tie_tolerance=0.0).global_batch == 256
+
+
+def test_interval_widens_a_tie_up_to_twice_the_tolerance() -> None:
+    """A wide interval makes 3 % a tie at a tolerance of 2 %, but never 5 %; a narrow one does not."""
+    table = curve([64, 128, 256], [105.0, 103.0, 100.0])
+    assert select(table, "time", tie_tolerance=0.02).global_batch == 128
+    narrow = table.assign(train_time_high_s=table["train_time_s"] * 1.01)
+    assert select(narrow, "time", tie_tolerance=0.02).global_batch == 256
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "knee"])
+def test_row_order_does_not_matter(objective: str) -> None:
+    """Shuffled rows give the same choice."""
+    table = make_table()
+    for seed in range(5):
+        assert choice(table.sample(frac=1, random_state=seed), objective) == choice(table, objective)
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "knee"])
+@pytest.mark.parametrize("factor", [1e-3, 1 / 3600, 1e3])
+def test_units_of_time_do_not_matter(objective: str, factor: float) -> None:
+    """Times in milliseconds or hours give the same choice."""
+    table = make_table()
+    scaled = table.copy()
+    times = [name for name in table.columns if "time" in name] + ["cost"]
+    scaled[times] = factor * table[times]
+    assert choice(scaled, objective) == choice(table, objective)
+
+
+def test_nothing_feasible_has_advice() -> None:
+    """Without a feasible row the reasons are counted and a way out is named."""
+    with pytest.raises(NoFeasibleConfiguration, match=r"none of the 24 candidates(.|\n)*Add smaller batches"):
+        select(make_table(limit_gib=1.0), "time")
+    with pytest.raises(NoFeasibleConfiguration, match="grid has no candidate"):
+        select(make_table(grid=[]), "time")
+
+
+def test_record_is_complete() -> None:
+    """The record names the choice, its numbers and what other objectives would do, and survives JSON with a version."""
+    selection = select(make_table(), "knee")
+    values = json.loads(json.dumps({"version": 1, **selection.to_dict()}, allow_nan=False))
+    assert Selection.from_dict(values) == selection
+    assert values["global_batch"] == values["num_nodes"] * values["gpus_per_node"] * values["batch_per_rank"]
+    assert set(values["predicted"]) == {"step_time_s", "epoch_time_s", "train_time_s", "cost", "memory_gib"}
+    low, high = values["interval"]["train_time_s"]
+    assert low < values["predicted"]["train_time_s"] < high
+    assert [other["why"] for other in values["alternatives"]] == [
+        "objective time",
+        "objective cost",
+        "next smaller batch on the curve",
+    ]
+    assert f"{selection.num_nodes} nodes" in values["reason"]
+
+
+def test_extrapolation_is_said() -> None:
+    """A choice outside the profiled range says that it wants to be verified."""
+    table = make_table(grid=[*GRID, Candidate(32, 256)])
+    assert "outside the profiled range" in select(table, "time", tie_tolerance=0.0).reason
+
+
+# --- the knee ---------------------------------------------------------------------------------------------------------
+
+
+def test_smooth_knee() -> None:
+    """On p/B + q over six doublings Kneedle decides, at B_min ln(r) on log2 B and B_min sqrt(r) on B, r = 64."""
+    selection = select(SMOOTH, "knee")
+    assert selection.rule is Rule.KNEEDLE
+    assert selection.knee["log2_axis"] == pytest.approx(256 * np.log(64), rel=0.05)
+    assert selection.knee["linear_axis"] == pytest.approx(256 * np.sqrt(64), rel=0.05)
+    assert selection.global_batch == 1024
+    assert (selection.knee["min_global_batch"], selection.knee["max_global_batch"]) == (256, 16384)
+
+
+def test_knee_is_on_the_envelope() -> None:
+    """The knee is a candidate that no smaller or equal batch beats in time."""
+    table = make_table()
+    selection = select(table, "knee")
+    smaller = table.loc[table["global_batch"] <= selection.global_batch]
+    assert selection.predicted["train_time_s"] == pytest.approx(smaller["train_time_s"].min())
+
+
+@pytest.mark.parametrize(
+    ("batches", "times", "chosen", "why"),
+    [
+        # straight on log2 B, straight on B, flat, and too few points
+        (DOUBLINGS, [800 - 100 * k for k in range(7)], 16384, "no knee"),
+        (DOUBLINGS, [20000 - batch for batch in DOUBLINGS], 16384, "no knee"),
+        (DOUBLINGS, [500.0] * 7, 256, "gains less than 10%"),
+        ([128, 256, 512, 1024], [1000, 400, 210, 200], 512, "too few"),
+        ([128], [1000], 128, "too few"),
+    ],
+)
+def test_curves_without_a_knee_fall_back(batches: list[int], times: list[float], chosen: int, why: str) -> None:
+    """Where Kneedle cannot tell, the smallest batch within 10 % of the best time is taken and the reason says why."""
+    selection = select(curve(batches, times), "knee")
+    assert selection.rule is Rule.WITHIN_TOLERANCE_OF_BEST
+    assert selection.global_batch == chosen
+    assert why in selection.reason
+
+
+def test_disagreeing_axes_fall_back() -> None:
+    """When the knees on the two axes are more than a doubling apart, neither decides."""
+    batches = [2**power for power in range(5, 16)]
+    selection = select(curve(batches, [1e6 / batch + 1000 for batch in batches]), "knee")
+    assert selection.knee["linear_axis"] > 2 * selection.knee["log2_axis"]
+    assert selection.rule is Rule.WITHIN_TOLERANCE_OF_BEST
+    assert selection.global_batch == 8192
+
+
+def test_rising_end_of_the_curve_is_not_chosen() -> None:
+    """Where larger batches get slower again, they never are the knee."""
+    times = [*SMOOTH["train_time_s"].iloc[:4], 2000.0, 3000.0, 4000.0]
+    assert select(curve(DOUBLINGS, times), "knee").global_batch <= DOUBLINGS[3]
+
+
+def test_infeasible_rows_do_not_move_the_knee() -> None:
+    """Infeasible batches beyond the feasible ones, however fast, neither are chosen nor stretch the axis."""
+    beyond = curve([2**15, 2**16, 2**20], [900.0, 500.0, 1.0]).assign(feasible=False, why_infeasible="too large")
+    with_them, without = select(pd.concat([SMOOTH, beyond]), "knee"), select(SMOOTH, "knee")
+    assert with_them == without
+    for objective in ("time", "cost"):
+        assert select(pd.concat([SMOOTH, beyond]), objective).global_batch <= 16384

@@ -1,0 +1,260 @@
+"""The step-time models recover what made the data, obey the laws, and say what they cannot tell."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tula_hpc.models.step_time import StepTimeFit, StepTimeOutcome, fit_step_time, training_time_s
+
+NODES = [2, 4, 8, 16]
+BATCHES = [8, 16, 32, 64, 128, 256]
+MODELS = ["overlap", "additive"]
+
+
+def grid(nodes: list[int] = NODES, batches: list[int] = BATCHES, gpus: list[int] | None = None) -> pd.DataFrame:
+    rows = [(n, g, b) for n in nodes for g in gpus or [1] for b in batches]
+    return pd.DataFrame(rows, columns=["num_nodes", "gpus_per_node", "batch_per_rank"])
+
+
+def overlapped(
+    table: pd.DataFrame, gamma: float = 2.0, c_n: float = 0.1, growth: float = 0.01, noise: float = 0.0, seed: int = 1
+) -> pd.DataFrame:
+    """A table with the times of known parameters: alpha = 20 ms, beta = 1 ms, t0 = 50 ms."""
+    compute = (0.05**4 + (0.02 + 0.001 * table["batch_per_rank"]) ** 4) ** 0.25
+    sync = np.where(table["num_nodes"] > 1, c_n + growth * (table["num_nodes"] - 2), 0.0)
+    step = (compute**gamma + sync**gamma) ** (1 / gamma)
+    errors = np.exp(noise * np.random.default_rng(seed).standard_normal((2, len(table))))
+    return table.assign(step_time_s=step * errors[0], compute_time_s=compute * errors[1])
+
+
+def added(table: pd.DataFrame, ring: bool = True) -> pd.DataFrame:
+    ranks = table["num_nodes"] * table["gpus_per_node"]
+    sync = 0.3 * (1 - 1 / ranks) if ring else np.where(ranks > 1, 0.01 * ranks, 0.0)
+    return table.assign(step_time_s=0.02 + 0.001 * table["batch_per_rank"] + sync)
+
+
+def corners(table: pd.DataFrame) -> pd.DataFrame:
+    ends = table["num_nodes"].isin([min(NODES), max(NODES)]) & table["batch_per_rank"].isin(
+        [min(BATCHES), max(BATCHES)]
+    )
+    return table.loc[ends]
+
+
+def values(fit: StepTimeFit) -> dict[str, float]:
+    return {name: value for name, (value, _) in fit.parameters.items()}
+
+
+def test_overlap_recovers_parameters() -> None:
+    """On exact data with three terms of contrast, every parameter of the overlap form comes back."""
+    fit = fit_step_time(overlapped(grid()))
+    assert fit.outcome is StepTimeOutcome.OK
+    expected = {"alpha": 0.02, "beta": 0.001, "t0": 0.05, "c_n": 0.1, "lambda": 0.01, "gamma": 2.0}
+    assert {name: values(fit)[name] for name in expected} == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 2.0, 4.0])
+def test_overlap_predicts_under_noise(gamma: float) -> None:
+    """With 3 % noise on the full grid, predictions are within 3 % of the truth in the median and 10 % at worst."""
+    truth = overlapped(grid(), gamma=gamma)
+    fit = fit_step_time(overlapped(grid(), gamma=gamma, noise=0.03))
+    error = np.abs(fit.predict(truth) / truth["step_time_s"] - 1)
+    assert error.median() < 0.03
+    assert error.max() < 0.10
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_additive_recovers_parameters(ring: bool) -> None:
+    """Four corners determine alpha, beta and s of Eq. (2) for either collective."""
+    fit = fit_step_time(corners(added(grid(), ring)), "additive", "ring" if ring else "parameter_server")
+    assert fit.outcome is StepTimeOutcome.OK
+    assert values(fit) == pytest.approx({"alpha": 0.02, "beta": 0.001, "s": 0.3 if ring else 0.01})
+
+
+def test_four_corners_predict_the_inside() -> None:
+    """From four corners of an overlapped grid, the overlap form predicts the rest better than the additive."""
+    truth = overlapped(grid(), gamma=3.0)
+    inside = truth.drop(index=corners(truth).index)
+    errors = {
+        model: float(
+            np.median(np.abs(fit_step_time(corners(truth), model).predict(inside) / inside["step_time_s"] - 1))
+        )
+        for model in MODELS
+    }
+    assert errors["overlap"] < 0.06 < errors["additive"]
+
+
+def test_exposed_synchronisation_stands_for_compute() -> None:
+    """Without compute_time_s, the step less the exposed synchronisation is taken, to the same result."""
+    table = overlapped(grid())
+    exposed = table.assign(sync_time_s=table["step_time_s"] - table["compute_time_s"]).drop(columns="compute_time_s")
+    assert fit_step_time(exposed).predict(table) == pytest.approx(fit_step_time(table).predict(table))
+
+
+def test_several_gpus_per_node() -> None:
+    """With one and several nodes measured at several GPUs per node, both kinds of link are recovered."""
+    table = overlapped(grid(nodes=[1, 2, 8], gpus=[1, 4], batches=[8, 64, 256]), gamma=1.0)
+    within = (table["num_nodes"] == 1) * 0.02 * 2 * (table["gpus_per_node"] - 1) / table["gpus_per_node"]
+    between = (table["num_nodes"] > 1) * 0.005 * (table["gpus_per_node"] - 1)
+    fit = fit_step_time(table.assign(step_time_s=table["step_time_s"] + within + between))
+    assert values(fit)["c_r"] == pytest.approx(0.02, rel=0.05)
+    assert values(fit)["kappa"] == pytest.approx(0.005, rel=0.05)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_laws(model: str) -> None:
+    """A step takes longer with a larger batch and never less with more nodes, so speed-up is at most linear."""
+    fit = fit_step_time(corners(overlapped(grid(), noise=0.05)), model)
+    steps = grid(nodes=[1, 2, 3, 4, 8, 16, 32], batches=list(range(1, 513)))
+    times = steps.assign(t=fit.predict(steps)).pivot_table(index="num_nodes", columns="batch_per_rank", values="t")
+    assert (np.diff(times, axis=1) > 0).all()
+    assert (np.diff(times, axis=0) >= 0).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_does_not_synchronise(model: str) -> None:
+    """The step of a single rank is its computation alone."""
+    table = overlapped(grid(nodes=[1, *NODES]), gamma=1.0)
+    fit = fit_step_time(table if model == "overlap" else added(grid(nodes=[1, *NODES])), model)
+    alone = grid(nodes=[1], batches=[64])
+    expected = (0.05**4 + 0.084**4) ** 0.25 if model == "overlap" else 0.084
+    assert fit.predict(alone) == pytest.approx([expected], rel=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_units_of_time_do_not_matter(model: str) -> None:
+    """Times given in milliseconds give the same predictions, a thousand times larger."""
+    table = overlapped(grid(), noise=0.05)
+    slow = table.assign(step_time_s=1e3 * table["step_time_s"], compute_time_s=1e3 * table["compute_time_s"])
+    assert fit_step_time(slow, model).predict(table) == pytest.approx(1e3 * fit_step_time(table, model).predict(table))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("nodes", "batches", "outcome"),
+    [
+        ([4], [32], StepTimeOutcome.TOO_FEW_POINTS),
+        ([2, 16], [32], StepTimeOutcome.ONE_BATCH_SIZE),
+        ([4], [32, 64, 128], StepTimeOutcome.ONE_CLUSTER_SIZE),
+        ([1], [32, 64, 128], StepTimeOutcome.ONE_CLUSTER_SIZE),
+        ([2, 16], [32, 256], StepTimeOutcome.OK),
+    ],
+)
+def test_cannot_tell(model: str, nodes: list[int], batches: list[int], outcome: StepTimeOutcome) -> None:
+    """What the measurements cannot tell is a named outcome with advice, and what was measured is still reproduced."""
+    table = overlapped(grid(nodes, batches), gamma=1.0, growth=0.0)
+    fit = fit_step_time(table, model)
+    assert fit.outcome is outcome
+    assert fit.outcome.usable
+    assert fit.outcome.advice
+    assert fit.predict(table) == pytest.approx(table["step_time_s"], rel=0.06)
+
+
+def test_two_opposite_corners_are_too_few() -> None:
+    """The paper's two-point reading of partial search cannot tell computation from synchronisation."""
+    assert fit_step_time(overlapped(grid()).iloc[[0, -1]]).outcome is StepTimeOutcome.TOO_FEW_POINTS
+
+
+def test_assumptions_are_noted() -> None:
+    """Terms without contrast in the data are fixed, and each is said in a note."""
+    three = corners(overlapped(grid())).drop(columns="compute_time_s").iloc[[0, 2, 3]]
+    fit = fit_step_time(three)
+    assert values(fit)["gamma"] == 1.0
+    assert values(fit)["t0"] == 0.0
+    assert any("gamma = 1" in note for note in fit.notes)
+    assert any("t0 = 0" in note for note in fit.notes)
+
+
+def test_unseen_link_between_nodes_is_not_free() -> None:
+    """Measured on one node only, several nodes are predicted to synchronise slower, and it counts as extrapolation."""
+    one_node = overlapped(grid(nodes=[1], gpus=[4]), gamma=1.0)
+    fit = fit_step_time(one_node.assign(step_time_s=one_node["step_time_s"] + 0.03))
+    two_nodes = grid(nodes=[2], gpus=[4])
+    assert (fit.predict(two_nodes) > fit.predict(one_node)).all()
+    assert fit.extrapolates(two_nodes).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_poor_fit(model: str) -> None:
+    """Times that no parameters explain are a poor fit."""
+    noisy = grid().assign(step_time_s=np.random.default_rng(3).uniform(0.1, 2.0, len(grid())))
+    assert fit_step_time(noisy, model).outcome is StepTimeOutcome.POOR_FIT
+
+
+def test_bad_times_are_dropped_and_named() -> None:
+    """Rows without a positive finite time are left out, named, and do not change the fit."""
+    table = overlapped(grid())
+    bad = pd.concat([table, table.iloc[:3].assign(step_time_s=[np.nan, 0.0, np.inf])], ignore_index=True)
+    fit = fit_step_time(bad)
+    assert fit.dropped_rows == ("24", "25", "26")
+    assert fit.predict(table) == pytest.approx(fit_step_time(table).predict(table))
+
+
+def test_nothing_to_fit_is_refused_by_name() -> None:
+    """A table without one good time, or with a broken configuration, is refused with the rows."""
+    table = overlapped(grid())
+    with pytest.raises(ValueError, match=r"step_time_s must be positive.*rows \['0', '1'\]"):
+        fit_step_time(table.iloc[:2].assign(step_time_s=np.nan))
+    with pytest.raises(ValueError, match=r"whole numbers.*rows \['0'"):
+        fit_step_time(table.assign(batch_per_rank=0.5))
+    with pytest.raises(ValueError, match=r"lacks the columns \['step_time_s'\]"):
+        fit_step_time(grid())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interval_holds_the_truth(seed: int) -> None:
+    """On noisy grids the 90 % interval holds about that share of fresh measurements, and is at most twice too wide."""
+    fit = fit_step_time(overlapped(grid(), noise=0.05, seed=seed))
+    fresh = pd.concat([overlapped(grid(), noise=0.05, seed=100 + draw) for draw in range(20)])
+    low, high = fit.interval(fresh)
+    assert ((fresh["step_time_s"] >= low) & (fresh["step_time_s"] <= high)).mean() > 0.85
+    assert np.log(high / low).max() / 2 < 2 * 1.645 * 0.05
+
+
+def test_interval_widens_with_level_and_outside() -> None:
+    """A higher level and an extrapolated row widen the interval; few points keep the error of the public traces."""
+    fit = fit_step_time(corners(overlapped(grid())))
+    inside, outside = grid(nodes=[4], batches=[32]), grid(nodes=[64], batches=[32])
+
+    def half_width(table: pd.DataFrame, level: float = 0.9) -> float:
+        low, high = fit.interval(table, level)
+        return float(np.log(high[0] / low[0]) / 2)
+
+    assert half_width(inside, 0.5) < half_width(inside, 0.9) < half_width(outside, 0.9)
+    assert half_width(inside) > 0.15
+
+
+def test_extrapolation_is_flagged() -> None:
+    """Rows outside the measured nodes, batches or GPUs per node are flagged, rows inside are not."""
+    fit = fit_step_time(corners(overlapped(grid())))
+    assert not fit.extrapolates(grid()).any()
+    for outside in (grid(nodes=[32]), grid(nodes=[1]), grid(batches=[512]), grid(gpus=[2])):
+        assert fit.extrapolates(outside).all()
+
+
+def test_one_node_does_not_bracket_several() -> None:
+    """Measured on 1 and 16 nodes, 4 nodes are an extrapolation: nothing is known of synchronisation below 16."""
+    table = overlapped(grid(nodes=[1, 16]))
+    fit = fit_step_time(table)
+    assert fit.extrapolates(grid(nodes=[4])).all()
+    assert not fit.extrapolates(table).any()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_json_round_trip(model: str) -> None:
+    """A fit survives JSON and predicts the same."""
+    fit = fit_step_time(overlapped(grid(), noise=0.05), model)
+    again = StepTimeFit.from_dict(json.loads(json.dumps(fit.to_dict(), allow_nan=False)))
+    assert again == fit
+    assert again.predict(grid()) == pytest.approx(fit.predict(grid()))
+
+
+def test_training_time_counts_whole_steps() -> None:
+    """Eq. (4a) with the last step of an epoch counted whole, and extra time once per epoch or once per run."""
+    assert training_time_s(0.5, train_samples=1000, epochs=10, global_batch=300) == pytest.approx(10 * 4 * 0.5)
+    extra = {"validation_s": 3.0, "checkpoint_s": 2.0, "startup_s": 60.0}
+    assert training_time_s(0.5, 1000, 10, 300, **extra) == pytest.approx(10 * (4 * 0.5 + 5) + 60)
+    assert training_time_s(np.array([0.5, 1.0]), 1000, 1, np.array([500, 1000])) == pytest.approx([1.0, 1.0])

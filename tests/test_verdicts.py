@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from tula_hpc.control.verdicts import SLURM_STATES, Evidence, QueueState, Verdict, conclude, slurm_state
+from tula_hpc.ranks.job import classify
+
+# job_state of squeue's man page (22.05 to 25.11), base states and flags
+DOCUMENTED = """BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PENDING PREEMPTED
+RUNNING RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD REQUEUED RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED
+SUSPENDED TIMEOUT""".split()
+
+
+def test_every_documented_slurm_state_is_in_the_table():
+    """No state that Slurm documents is left to the fallback."""
+    assert set(DOCUMENTED) == set(SLURM_STATES)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("CANCELLED by 1000", QueueState.cancelled),
+        ("CANCELLED+", QueueState.cancelled),
+        ("OUT_OF_MEMORY", QueueState.out_of_memory),
+        ("EXPEDITED_SOMETHING", QueueState.running),
+    ],
+)
+def test_states_are_read_as_printed(text: str, state: QueueState):
+    """Suffixes are dropped, and a state nobody knows counts as not ended."""
+    assert slurm_state(text) is state
+
+
+def evidence(**changes: object) -> Evidence:
+    values = {"complete": False, "started": True, "queue": QueueState.failed, **changes}
+    return Evidence(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        (evidence(complete=True, queue=QueueState.failed), Verdict.success),
+        (evidence(queue=QueueState.completed), Verdict.incomplete),
+        (evidence(queue=QueueState.absent), Verdict.incomplete),
+        (evidence(queue=QueueState.absent, started=False), Verdict.never_started),
+        (evidence(rank_errors=(("error", "peer gone"), ("cuda_oom", "CUDA out of memory"))), Verdict.cuda_oom),
+        (evidence(rank_errors=(("error", "bug"),)), Verdict.failed),
+        (evidence(rank_errors=(("error", "peer gone"),), queue=QueueState.node_failure), Verdict.node_failure),
+        (evidence(rank_errors=(("error", "peer gone"),), log_tail="Detected 1 oom_kill event"), Verdict.host_oom),
+        (evidence(queue=QueueState.out_of_memory), Verdict.host_oom),
+        (evidence(queue=QueueState.timeout), Verdict.timeout),
+        (evidence(queue=QueueState.preempted), Verdict.preempted),
+        (evidence(queue=QueueState.cancelled), Verdict.cancelled),
+        (evidence(), Verdict.failed),
+    ],
+)
+def test_the_verdict_follows_from_the_evidence(seen: Evidence, verdict: Verdict):
+    """Files come first, then what ranks wrote, then logs, then the queue; an exit without files is no success."""
+    assert conclude(seen)[0] is verdict
+
+
+def test_a_failure_without_words_shows_the_end_of_its_log():
+    """A job that failed before a rank could write anything is explained by its log."""
+    reason = conclude(evidence(log_tail="line one\nmodule: command not found\n"))[1]
+    assert "module: command not found" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "cuda_oom"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "cuda_oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "cuda_oom"),
+        (RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"), "cuda_oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), "host_oom"),
+        (OSError(12, "Cannot allocate memory"), "host_oom"),
+        (MemoryError(), "host_oom"),
+        (ValueError("shapes do not match"), "error"),
+    ],
+)
+def test_errors_of_ranks_are_told_apart(error: BaseException, kind: str):
+    """Device memory, host memory and everything else are three kinds."""
+    assert classify(error) == kind
