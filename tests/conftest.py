@@ -23,6 +23,7 @@ TINY = [
     "search.timed_steps=4",
     "search.compute_steps=3",
     "grid.max_batch_per_rank=64",
+    "method.small_batch=16",
 ]
 
 

@@ -167,6 +167,8 @@ def test_paper_preset_has_no_floor():
     columns = [(1.2, 0.8), (3.0, -2.0), (0.1, 1.9), (0.0, 2.0), (0.0, 0.0)]
     expected = [1.2, math.sqrt(2), 0.1, 0.0, 0.0]
     torch.testing.assert_close(refreshed_scale(columns, paper=True), torch.tensor(expected))
+    with pytest.raises(TypeError, match="granularity"):
+        TulaOptimizer.paper(sgd(small_net().parameters()), global_batch=16, small_batch=4, granularity="tensor")
 
 
 def test_printed_ratio_keeps_nan_out_of_the_weights():
@@ -241,10 +243,11 @@ def test_the_scale_acts_from_the_next_step_on(granularity):
     assert optimizer.statistics()["scaled_fraction"] == 0.5
 
 
-def test_scaled_gradients_are_gradients_times_scale():
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_scaled_gradients_are_gradients_times_scale(granularity):
     """After a refresh `.grad` is multiplied by the stored scale, element by element."""
     model = small_net()
-    optimizer = tula(model, gate="off")
+    optimizer = tula(model, gate="off", granularity=granularity)
     train(model, optimizer, 1, refresh_every=1)
     scales = optimizer.state_dict()["ags"]["scales"]
     inputs, targets = data(7)

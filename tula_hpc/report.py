@@ -1,3 +1,537 @@
-from tula_hpc.runs import RunFolder, write_text
-def write_report(run: RunFolder) -> None:
-    write_text(run.report, "<html></html>")
+"""The report of a run: one HTML page that needs nothing else, and its plots as PNG.
+
+Reads the run folder and computes nothing that a stage did not store. A run that is not finished has a report too: it
+shows what there is and says what is missing. Every text of the user or of a node passes `_e` on its way into the page,
+and the page forbids itself scripts and everything from outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import re
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, from_plain
+from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import duration
+from tula_hpc.errors import RecordError
+from tula_hpc.runs import RunFolder, read_json, write_text
+
+if TYPE_CHECKING:
+    from tula_hpc.plots import Plot
+
+_DATE = "%Y-%m-%d %H:%M %Z"
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the stages have stored so far; None for what is missing."""
+
+    run: RunFolder
+    settings: Settings
+    config_text: str
+    plan: dict[str, Any] | None
+    fit: dict[str, Any] | None
+    selection: dict[str, Any] | None
+    result: dict[str, Any] | None
+    metrics: list[dict[str, Any]]
+    attempts: list[Attempt]
+
+    @classmethod
+    def read(cls, run: RunFolder) -> Records:
+        """Everything the run folder holds. Raises RecordError on files that are there and cannot be read."""
+        import yaml
+
+        config_text = run.config.read_text(encoding="utf-8")
+        files = {"plan": run.plan, "fit": run.fit, "selection": run.selection, "result": run.train_result}
+        return cls(
+            run=run,
+            settings=from_plain(yaml.safe_load(config_text)),
+            config_text=config_text,
+            **{name: read_json(path) if path.exists() else None for name, path in files.items()},
+            metrics=run.read_metrics(),
+            attempts=list(Journal(run.journal).state().attempts.values()) if run.journal.exists() else [],
+        )
+
+    def missing(self) -> list[str]:
+        """What the run has not come to yet, one sentence each."""
+        sentences = []
+        if self.fit is None:
+            done = sum(a.verdict is not None for a in self.attempts)
+            sentences.append(f"Profiling is not finished: {done} of {len(self.attempts)} submitted jobs have ended.")
+        if self.selection is None:
+            sentences.append("No configuration is chosen yet.")
+        if self.result is None:
+            epochs = f"{len(self.metrics)} of {self.settings.training.epochs} epochs are done"
+            begun = f"is not finished: {epochs}" if self.metrics else "has not finished its first epoch"
+            sentences.append(f"The training {begun}.")
+        return sentences
+
+
+def write_report(run: RunFolder) -> Path:
+    """Write the page and the plots of a run, finished or not; returns the page's path.
+
+    Raises:
+        RecordError: If a file of the run is torn or of another version.
+    """
+    from tula_hpc import plots  # loads matplotlib
+
+    records = Records.read(run)
+    drawn = plots.draw(records.settings, records.fit, records.selection, records.metrics)
+    for plot in drawn:
+        _write_bytes(run.plots / f"{plot.name}.png", plot.png)
+    write_text(run.report, page(records, drawn))
+    return run.report
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    """Write a picture so that a reader sees the whole of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def page(records: Records, drawn: Sequence[Plot]) -> str:
+    """The whole page."""
+    body = [_header(records), _answer(records), _figures(drawn)]
+    if records.selection is not None:
+        body.append(_candidates(records.selection))
+    if records.fit is not None:
+        body.append(_models(records.fit))
+    body.append(_environment(records))
+    return _PAGE.format(
+        title=_e(records.settings.name),
+        style=Path(__file__).with_name("report.css").read_text(encoding="utf-8"),
+        body="\n".join(body),
+        footer=f"Written by tula_hpc on {_e(time.strftime(_DATE))}",
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title} – tula_hpc</title>
+<style>
+{style}</style>
+</head>
+<body><main>
+{body}
+<footer>{footer}</footer>
+</main></body>
+</html>
+"""
+
+
+# --- what was asked ---------------------------------------------------------------------------------------------------
+
+_OBJECTIVES = {
+    ObjectiveKind.time: "least training time",
+    ObjectiveKind.cost: "least cost",
+    ObjectiveKind.knee: "knee of the training time: the batch from which larger ones hardly pay",
+}
+
+
+def _header(records: Records) -> str:
+    s, plan, fit = records.settings, records.plan, records.fit
+    ranks, samples = (
+        _count(s.cluster.ranks_per_node, "rank"),
+        _span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank),
+    )
+    grid = f"{_span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
+    grid += f"; {len(plan['candidates'])} candidates" if plan else ""
+    grid += f", {len(fit['points'])} measured" if fit else ""
+    data = f"{_call(s.workload.dataset)}, {s.train_samples:,} training and {s.test_samples:,} test samples"
+    data += "; random tensors in its place" if s.data.kind is DataKind.synthetic else ""
+    facts = {
+        "Model": f"{s.workload.name}: {_call(s.workload.model)}",
+        "Data set": data,
+        "Objective": _OBJECTIVES[s.objective.kind],
+        "Grid": f"{grid} ({s.search.mode.name} search)",
+        "Method": _method(s),
+        "Training": f"{s.training.epochs} epochs, learning rate {s.training.lr:g}, {s.training.precision.name}",
+        "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
+        "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
+    }
+    return f'<header><p class="kicker">tula_hpc report</p><h1>{_e(s.name)}</h1>{_facts(facts)}</header>'
+
+
+def _call(node: dict[str, Any]) -> str:
+    """An import path with its arguments; without the path of what is bundled."""
+    arguments = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
+    name = str(node.get("_target_", "?")).removeprefix("tula_hpc.ranks.workloads.")
+    return f"{name}({arguments})" if arguments else name
+
+
+def _method(settings: Settings) -> str:
+    if settings.method.kind is not MethodKind.ags:
+        return "plain large-batch training"
+    method = settings.method
+    return (
+        f"adaptive gradient scaling towards batch {method.small_batch}, one scale for each {method.granularity.name}, "
+        f"threshold {method.delta_threshold:g}"
+    )
+
+
+def _devices(fit: dict[str, Any] | None) -> list[str]:
+    return sorted({p["device"] for p in fit["points"]}) if fit else []
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+def _answer(records: Records) -> str:
+    missing, notice, selection = records.missing(), "", records.selection
+    if missing:
+        items = "".join(f"<li>{_e(sentence)}</li>" for sentence in missing)
+        notice = f'<div class="notice"><strong>This run is not finished.</strong><ul>{items}</ul></div>'
+    if selection is None:
+        return f'<section class="answer">{notice}</section>'
+    ranks = f"{selection['gpus_per_node']} ranks × " if selection["gpus_per_node"] > 1 else ""
+    answer = f"{_count(selection['num_nodes'], 'node')} × {ranks}{selection['batch_per_rank']} samples"
+    return (
+        f'<section class="answer"><p class="kicker">The answer</p>'
+        f"<h2>{_e(answer)} = global batch {_e(selection['global_batch'])}</h2>{notice}{_relaunch(records)}"
+        f'<div class="tiles">{"".join(_tiles(records, selection))}</div>'
+        f'<p class="reason">{_e(selection["reason"])}</p>{_alternatives(selection)}</section>'
+    )
+
+
+def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
+    predicted, result = selection["predicted"], records.result
+    low, high = selection["interval"]["train_time_s"]
+    notes = [f"predicted; 90 % interval {duration(low)} to {duration(high)}"]
+    if result is not None:
+        notes.append(f"took {duration(result['train_s'])}, validation included")
+    yield _tile("Training time", duration(predicted["train_time_s"]), notes)
+    yield _tile("Cost", _money(predicted["cost"], selection), [f"predicted, at {_price(selection)}"])
+    yield _memory_tile(predicted["memory_gib"], records.fit)
+    if result is None:
+        yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
+        return
+    expected, notes = _predicted_step_s(selection, result), ["measured in the training"]
+    if expected is not None:
+        notes.append(f"predicted {duration(expected)}: {_deviation(result['step_time_s'], expected)}")
+    yield _tile("Step", duration(result["step_time_s"]), notes)
+    best = f"best {result['best_test_top1']:.2f} % in epoch {result['best_epoch']}"
+    notes = [f"top-1 after {result['epochs']} epochs; {best}", f"top-5 {result['test_top5']:.2f} %"]
+    yield _tile("Test accuracy", f"{result['test_top1']:.2f} %", notes)
+
+
+def _tile(name: str, value: str, notes: Sequence[str], meter: str = "") -> str:
+    words = "".join(f"<p>{_e(note)}</p>" for note in notes)
+    return f'<div class="tile"><h3>{_e(name)}</h3><p class="value">{_e(value)}</p>{meter}{words}</div>'
+
+
+def _memory_tile(memory_gib: float | None, fit: dict[str, Any] | None) -> str:
+    limit = fit["memory_limit_gib"] if fit else None
+    if memory_gib is None or fit is None or limit is None:
+        return _tile("Memory of a rank", _gib(memory_gib), ["predicted; the limit is not known"])
+    share, allowed = 100 * memory_gib / limit, 100 * fit["memory_fraction"]
+    meter = (
+        f'<div class="meter" role="img" aria-label="{share:.0f} % of the limit">'
+        f'<i style="width:{min(share, 100):.1f}%"></i><b style="left:{allowed:.1f}%"></b></div>'
+    )
+    note = f"predicted: {share:.0f} % of {_gib(limit)}; {allowed:.0f} % may be used"
+    return _tile("Memory of a rank", _gib(memory_gib), [note], meter)
+
+
+def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> float | None:
+    """The prediction for the configuration that was trained with, which may not be the chosen one."""
+    used = (result["num_nodes"], result["batch_per_rank"])
+    rows = [row for row in selection["candidates"] if (row["num_nodes"], row["batch_per_rank"]) == used]
+    return float(rows[0]["step_time_s"]) if rows else None
+
+
+def _deviation(measured: float, predicted: float) -> str:
+    percent = 100 * (measured / predicted - 1)
+    return f"{abs(percent):.1f} % {'slower' if percent >= 0 else 'faster'}"
+
+
+def _relaunch(records: Records) -> str:
+    """A strip that says so when the training did not use what was chosen."""
+    chosen, used = records.selection, records.result or (records.metrics[-1] if records.metrics else None)
+    if chosen is None or used is None or chosen["global_batch"] == used["global_batch"]:
+        return ""
+    reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
+    because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""
+    text = (
+        f"Chosen was a global batch of {chosen['global_batch']}; the training used {used['global_batch']} in the end."
+    )
+    return f'<div class="notice"><strong>{_e(text)}</strong>{_e(because)}</div>'
+
+
+def _alternatives(selection: dict[str, Any]) -> str:
+    chosen = (selection["num_nodes"], selection["batch_per_rank"])
+    merged: dict[tuple[int, int], tuple[list[str], dict[str, Any]]] = {}
+    for row in selection["alternatives"]:
+        merged.setdefault((row["num_nodes"], row["batch_per_rank"]), ([], row))[0].append(row["why"])
+    rows = [
+        (
+            _sentence("; ".join(why)) + (" (the same choice)" if key == chosen else ""),
+            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")),
+            _time(row["step_time_s"]), _time(row["train_time_s"]), _money(row["cost"], selection), _gib(row["memory_gib"]),
+        )
+        for key, (why, row) in merged.items()
+    ]  # fmt: skip
+    head = ("alternatives", "nodes", "batch\na rank", "global\nbatch", "step", "training", "cost", "memory")
+    return _table(head, rows, left=(0,)) if rows else ""
+
+
+# --- plots and tables -------------------------------------------------------------------------------------------------
+
+
+def _figures(drawn: Sequence[Plot]) -> str:
+    figures = []
+    for plot in drawn:
+        image = f'<img alt="{_e(plot.alt)}" src="{_data(plot.svg)}">'
+        if plot.svg_narrow is not None:
+            image = f'<picture><source media="(max-width: 760px)" srcset="{_data(plot.svg_narrow)}">{image}</picture>'
+        wide = ' class="wide"' if plot.svg_narrow is not None else ""
+        caption = f"<figcaption>{_e(plot.caption)}</figcaption>"
+        figures.append(f"<figure{wide}><h3>{_e(plot.title)}</h3>{image}{caption}</figure>")
+    return f'<section class="figures">{"".join(figures)}</section>' if drawn else ""
+
+
+def _data(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
+def _candidates(selection: dict[str, Any]) -> str:
+    head = (
+        "nodes", "batch\na rank", "global\nbatch", "step\nmeasured", "step\npredicted", "90 %\ninterval", "epoch",
+        "training", "cost", "memory\nmeasured", "memory\npredicted", "",
+    )  # fmt: skip
+    chosen, nodes, rows, classes = (selection["num_nodes"], selection["batch_per_rank"]), None, [], []
+    for row in selection["candidates"]:
+        is_chosen = (row["num_nodes"], row["batch_per_rank"]) == chosen
+        note = "chosen" if is_chosen else row["why_infeasible"]
+        if row["extrapolated"] and row["feasible"]:
+            note = f"{note}; outside the measured range".removeprefix("; ")
+        rows.append((
+            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")), _time(row["measured_step_time_s"]),
+            _time(row["step_time_s"]), f"{_time(row['step_time_low_s'])} – {_time(row['step_time_high_s'])}",
+            _time(row["epoch_time_s"]), _time(row["train_time_s"]), _money(row["cost"], selection),
+            _gib(row["measured_memory_gib"]), _gib(row["memory_gib"]), note,
+        ))  # fmt: skip
+        look = "chosen" if is_chosen else "" if row["feasible"] else "out"
+        classes.append(f"{look} first" if row["num_nodes"] != nodes else look)
+        nodes = row["num_nodes"]
+    return f"<section><h2>All candidates</h2>{_table(head, rows, classes, left=(len(head) - 1,))}</section>"
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+_MEANINGS = {
+    "alpha": "compute time of a step, whatever the batch",
+    "beta": "compute time of each sample of a rank",
+    "t0": "least compute time of a step",
+    "s": "synchronisation: times 1 − 1/ranks on a ring, for each rank with a parameter server",
+    "c_n": "synchronisation of two nodes",
+    "lambda": "more synchronisation for each node beyond two",
+    "kappa": "more synchronisation for each GPU of a node beyond one",
+    "c_r": "synchronisation inside one node",
+    "gamma": "1: synchronisation hides behind nothing; 10: nearly all of it behind computation",
+}
+_FORMULAS = {
+    "overlap": "step = (computation^gamma + synchronisation^gamma)^(1/gamma)",
+    "additive": "step = alpha + beta × batch a rank + synchronisation",
+}
+
+
+def _models(fit: dict[str, Any]) -> str:
+    cards = [_step_time_card(form, values, form == fit["step_time_form"]) for form, values in fit["step_time"].items()]
+    return f'<section><h2>Models</h2><div class="cards">{"".join(cards)}{_memory_card(fit)}</div></section>'
+
+
+def _step_time_card(form: str, values: dict[str, Any], used: bool) -> str:
+    error = "unknown" if values["median_error"] is None else f"{100 * values['median_error']:.1f} %"
+    words = f"Median error on the {len(values['measured'])} measured configurations: {error}."
+    if values["left_out_errors"]:
+        words += f" {len(values['left_out_errors'])} of them were also predicted by a fit without them."
+    rows = [(name, _quantity(*pair), _MEANINGS.get(name, "")) for name, pair in values["parameters"].items()]
+    notes = [*values["notes"], *(f"Left out, not a time: row {row}." for row in values["dropped_rows"])]
+    title = f"{_e(f'Step time, {form}')} <small>{'used' if used else 'for comparison'}</small>"
+    return _card(title, _FORMULAS.get(form, ""), values, words, rows, notes)
+
+
+def _memory_card(fit: dict[str, Any]) -> str:
+    memory, limit, largest = fit["memory"], fit["memory_limit_gib"], fit["max_batch_per_rank"]
+    total, residual, out_of_memory = memory["total"], memory["residual_gib"], memory["smallest_oom_batch"]
+    rows = [
+        ("m0", _gib(total["intercept_gib"]), "whatever the batch"),
+        ("m1", f"{1024 * total['slope_gib']:.3g} MiB/sample", "for each sample of a rank"),
+        *((name.removesuffix("_gib"), _line(**line), "of this") for name, line in memory["part_lines"].items()),
+    ]
+    words = (
+        "The limit is not known." if limit is None else f"Of {_gib(limit)}, {fit['memory_fraction']:.0%} may be used"
+    )
+    words += f": at most {largest} samples a rank." if largest is not None else ""
+    words += f" A measurement is {_gib(residual)} from the line (standard deviation)." if residual is not None else ""
+    notes = [f"A batch of {out_of_memory} a rank ran out of memory."] if out_of_memory else []
+    return _card("Memory of a rank", "memory = m0 + m1 × batch a rank", memory, words, rows, notes)
+
+
+def _card(
+    title: str, formula: str, fit: dict[str, Any], words: str, rows: list[tuple[str, str, str]], notes: Sequence[str]
+) -> str:
+    good = fit["outcome"] == "OK"
+    outcome = "OK" if good else _sentence(fit["outcome"].replace("_", " ").lower())
+    items = "".join(f"<li>{_e(note)}</li>" for note in notes)
+    return (
+        f'<div class="card"><h3>{title}</h3><p class="formula">{_e(formula)}</p>'
+        f'<p><strong class="{"good" if good else "bad"}">{_e(outcome)}.</strong> {_e(fit["advice"])}</p>'
+        f"<p>{_e(words)}</p>{_table(('parameter', 'value', 'meaning'), rows, left=(0, 2))}"
+        f"{f'<ul>{items}</ul>' if items else ''}</div>"
+    )
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def _environment(records: Records) -> str:
+    plan, fit = records.plan, records.fit
+    command = ""
+    if plan is not None:
+        lines = f"cd {shlex.quote(plan['working_dir'])}\n{shlex.join(plan['command'])}"
+        command = f"<h3>To run it again</h3><pre>{_e(lines)}</pre>"
+    facts = {"Run folder": str(records.run.path)}
+    if fit is not None:
+        facts["Hosts"] = ", ".join(sorted({host for p in fit["points"] for host in p["hosts"]}))
+        facts["Devices"] = ", ".join(_devices(fit))
+    facts["Software"] = ", ".join(f"{name} {version}" for name, version in _versions(records).items())
+    config = f"<details><summary>The whole configuration</summary><pre>{_e(records.config_text)}</pre></details>"
+    rest = f"{_facts(facts, wide=True)}{_jobs(records.attempts)}{config}"
+    return f"<section><h2>Environment</h2>{command}{rest}</section>"
+
+
+def _versions(records: Records) -> dict[str, str]:
+    """Software of the command, and what only a rank knows, such as CUDA."""
+    versions = dict(records.plan["software"]) if records.plan else {}
+    for attempt in records.attempts:
+        if attempt.verdict is Verdict.success:
+            try:
+                found = read_json(records.run.attempt(attempt.job, attempt.number).rank_json(0))
+            except RecordError:
+                continue
+            return versions | {k: v for k, v in found.get("versions", {}).items() if v and k not in versions}
+    return versions
+
+
+def _jobs(attempts: Sequence[Attempt]) -> str:
+    """How the jobs ended, and each that did not end well."""
+    counts = Counter(_ended(a) for a in attempts)
+    summary = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    rows = [
+        (a.job, a.number, a.num_nodes, a.batch_per_rank, a.job_id or "–", _ended(a), a.reason)
+        for a in attempts
+        if a.verdict not in (Verdict.success, Verdict.skipped, None)
+    ]
+    head = ("job", "attempt", "nodes", "batch\na rank", "id", "ended as", "reason")
+    return f"<h3>Jobs</h3><p>{_e(summary or 'none yet')}</p>{_table(head, rows, left=(0, 5, 6)) if rows else ''}"
+
+
+def _ended(attempt: Attempt) -> str:
+    return attempt.verdict.value.replace("_", " ") if attempt.verdict else "not ended"
+
+
+# --- words and numbers ------------------------------------------------------------------------------------------------
+
+
+def _e(value: object) -> str:
+    """Text that is safe in an element and in a quoted attribute."""
+    return html.escape(str(value), quote=True)
+
+
+def _facts(facts: dict[str, str], wide: bool = False) -> str:
+    """A list of names and values; long identifiers may break after their dots and slashes."""
+    look = ' class="wide"' if wide else ""
+    items = "".join(
+        f"<div{look}><dt>{_e(name)}</dt><dd>{re.sub(r'([./_(])', r'\1<wbr>', _e(value))}</dd></div>"
+        for name, value in facts.items()
+    )
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], classes: Sequence[str] = (), left: Sequence[int] = ()
+) -> str:
+    """A table that scrolls sideways by itself; numbers stand to the right, the columns `left` to the left."""
+
+    def cells(kind: str, values: Sequence[object]) -> str:
+        return "".join(
+            f"<{kind}{' class=left' if place in left else ''}>{_e(value)}</{kind}>"
+            for place, value in enumerate(values)
+        )
+
+    looks = classes or [""] * len(rows)
+    body = "".join(f'<tr class="{look}">{cells("td", row)}</tr>' for look, row in zip(looks, rows, strict=True))
+    top = f"<thead><tr>{cells('th', head)}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def _time(seconds: float | None) -> str:
+    return "–" if seconds is None else duration(seconds)
+
+
+def _gib(gib: float | None) -> str:
+    if gib is None:
+        return "–"
+    return f"{gib:.3g} GiB" if gib >= 0.1 else f"{1024 * gib:.3g} MiB"
+
+
+def _line(intercept_gib: float, slope_gib: float) -> str:
+    """A part of the memory, without the term it does not have."""
+    terms = [_gib(intercept_gib)] if intercept_gib >= 1e-6 else []
+    terms += [f"{1024 * slope_gib:.3g} MiB/sample"] if slope_gib > 0 else []
+    return " + ".join(terms) or "0"
+
+
+def _money(amount: float | None, selection: dict[str, Any]) -> str:
+    if amount is None:
+        return "–"
+    return f"{selection['currency']}{amount:,.2f}" if amount >= 1 else f"{selection['currency']}{amount:.2g}"
+
+
+def _price(selection: dict[str, Any]) -> str:
+    return f"{selection['currency']}{selection['price']}"
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    """A parameter with its unit; times in the size people use."""
+    if value is None:
+        return "not finite"
+    if unit == "1":
+        return f"{value:.3g}"
+    size, short = (1e6, "µs") if 0 < value < 1e-4 else (1e3, "ms") if value < 1 else (1.0, "s")
+    return f"{size * value:.3g} {short}{unit.removeprefix('s')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

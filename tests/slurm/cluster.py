@@ -285,6 +285,8 @@ class ThrowawaySlurm:
         self.run("ip", "link", "set", self._link(node), "up")
         if self._pid(node) is None:
             self._start_node(node)
+        address = (self.settings.address(node), NODE_PORT)
+        self._wait(lambda: _accepts(socket.AF_INET, address), 20, f"host {node} to answer", node)
         self._wait(lambda: self.node_states().get(node) in USABLE_STATES, 40, f"host {node} to be used again", node)
 
     def freeze_controller(self) -> None:
@@ -326,6 +328,11 @@ class ThrowawaySlurm:
                 self.restart_node(node)
             elif state.startswith("dr"):  # drained or draining: Slurm does so itself where a job would not die
                 self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        self._wait(self._all_usable, 40, "all hosts to be usable")
+
+    def _all_usable(self) -> bool:
+        states = self.node_states()
+        return len(states) == self.settings.num_nodes and set(states.values()) <= set(USABLE_STATES)
 
     def _start_munge(self) -> None:
         """Start the usual munge if it is off; its key is the machine's, and an own one would prove nothing more."""
@@ -671,6 +678,7 @@ def _host_name() -> str:
 
 def _accepts(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
     with socket.socket(family) as connection:
+        connection.settimeout(1)
         return connection.connect_ex(address) == 0
 
 

@@ -16,10 +16,10 @@ the ratio of the two gradients' magnitudes, measured now and then on a sub-batch
 | code name         | paper              | meaning                                                                    |
 |-------------------|--------------------|----------------------------------------------------------------------------|
 | `global_batch`    | B, b_large         | samples in one optimizer step over all ranks                               |
-| `small_batch`     | b, b_small         | the batch whose noise is wanted: the one for which the learning rate was tu|
-| `scale`           | gradscale, s       | what multiplies a gradient, for each element (or coarser, see `granularity`|
+| `small_batch`     | b, b_small         | the batch whose noise is wanted: the learning rate was tuned for it        |
+| `scale`           | gradscale, s       | what multiplies a gradient, for each element or coarser (`granularity`)    |
 | `s_max`, `s_min`  | s_max, s_min       | bounds of the scale; s_max = sqrt(B / b)                                   |
-| `delta_threshold` | δ                  | the gate: gradients of a step with variability at or above it stay unscaled|
+| `delta_threshold` | δ                  | the gate: a step whose variability reaches it stays unscaled               |
 | `variability`     | Δ(G)               | relative change of the squared gradient norm since the last step           |
 | `eps`             | ε of line 16       | keeps the ratio finite; not the rate coefficient ε of Lemma 1              |
 
@@ -135,7 +135,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     ) -> TulaOptimizer:
         """Algorithm 1 as printed: a scale per element, current gate, no floor (so weights of dead units freeze)."""
         printed: dict[str, Any] = {"granularity": "element", "gate": "current", "s_min": 0.0, "printed_ratio": True}
-        return cls(optimizer, global_batch=global_batch, small_batch=small_batch, **(others | printed))
+        return cls(optimizer, global_batch=global_batch, small_batch=small_batch, **printed, **others)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -183,12 +183,14 @@ class TulaOptimizer(torch.optim.Optimizer):
             found = {p: grad for p, grad in found.items() if p in self._scales}
         if not found:
             return
-        scales = [self._scales[p] for p in found] if self.static_scale is None else [self.static_scale]
-        if self.static_scale is not None or self.granularity == "global":
+        scales = [self._scales[p] for p in found if p in self._scales]
+        if self.static_scale is not None:
+            torch._foreach_mul_(list(found.values()), torch.where(gate_open, self.static_scale, 1.0))
+        elif self.granularity == "global":
             torch._foreach_mul_(list(found.values()), torch.where(gate_open, scales[0], 1.0))
         else:
-            # s or 1, as 1 + open (s - 1): a `where` per tensor takes ten times as long as these calls. Needs for a moment
-            # one more copy of the scales, at a time when the activations are gone.
+            # s or 1, as 1 + open (s - 1): one `where` per tensor takes ten times as long as these calls. It needs one
+            # more copy of the scales for a moment, at a time when the activations are gone.
             factors = torch._foreach_sub(scales, 1.0)
             torch._foreach_mul_(factors, gate_open.float())
             torch._foreach_add_(factors, 1.0)

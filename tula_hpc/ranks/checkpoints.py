@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
     for path in reversed(all_of(folder)):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            print(f"checkpoint {path.name} cannot be read ({error}); trying the one before it", flush=True)
+        except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(f"checkpoint {path.name} cannot be read ({why}); trying the one before it", flush=True)
     return None

@@ -1,0 +1,91 @@
+"""What only a GPU can show. Skipped where there is none; run by hand on one: python -m pytest tests/test_gpu.py."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tula_hpc.config import Settings
+from tula_hpc.control.controller import Controller
+from tula_hpc.control.jobs import TRAIN
+from tula_hpc.control.local import LocalScheduler
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import Display
+from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.runs import RunFolder, read_json
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+FRACTION = "TULA_TEST_MEMORY_FRACTION"
+
+
+def model_on_part_of_the_gpu() -> torch.nn.Module:
+    """A ResNet18 in a process that may use only the share of the GPU that the environment names."""
+    from torchvision.models import resnet18
+
+    torch.cuda.set_per_process_memory_fraction(float(os.environ.get(FRACTION, "1")))
+    return resnet18(num_classes=10)
+
+
+def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A training that runs out of GPU memory is classified, relaunched with half the batch, and ends."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+    settings = tiny_settings(
+        "cluster.gpus_per_node=1",
+        "data=synthetic",
+        f"workload.model={{_target_: {__name__}.model_on_part_of_the_gpu}}",
+        "workload.input_shape=[3,224,224]",
+        "grid.max_nodes=1",
+        "grid.min_batch_per_rank=32",
+        "grid.max_batch_per_rank=128",
+        "objective=time",
+        "objective.tie_tolerance=0",
+    )
+    run = RunFolder(tmp_path / "run")
+    controller = Controller(settings, run, LocalScheduler(settings), Display(Console(file=io.StringIO())), [])
+    controller._write_down_the_run()
+    controller._profile()
+    controller._fit()
+    controller._choose()
+    chosen = read_json(run.selection)["batch_per_rank"]
+    reserved = {p["batch_per_rank"]: p["memory_gib"] for p in read_json(run.fit)["points"]}
+    total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    context_gib = read_json(run.attempt(f"profile/n001-b{chosen:05d}", 1).rank_json(0))["memory"]["memory_gib"]
+    context_gib -= read_json(run.attempt(f"profile/n001-b{chosen:05d}", 1).rank_json(0))["memory"]["reserved_gib"]
+    enough_for_half = 0.6 * reserved[chosen] + 0.4 * reserved[chosen // 2] - context_gib
+    monkeypatch.setenv(FRACTION, str(enough_for_half / total_gib))
+    controller._train()
+    attempts = controller.journal.state().of(TRAIN)
+    assert [a.verdict for a in attempts] == [Verdict.cuda_oom, Verdict.success]
+    assert "out of memory" in attempts[0].reason
+    assert read_json(run.train_result)["batch_per_rank"] == chosen // 2
+
+
+@pytest.mark.parametrize("granularity", ["element", "channel", "tensor", "global"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_does_not_wait_for_the_gpu(granularity: str):
+    """step() never makes the host wait for the device, scaled or not."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
+    model = model.cuda()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = TulaOptimizer(sgd, global_batch=64, small_batch=8, granularity=granularity)
+    inputs, targets = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(10, (64,), device="cuda")
+    loss_fn = torch.nn.CrossEntropyLoss()
+    for _ in range(3):  # state, scales and kernels are there after these
+        loss_fn(model(inputs), targets).backward()
+        optimizer.refresh(model, loss_fn, inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,175 @@
+"""The training loop on real digits, in this process: resumed, relaunched with another batch, evaluated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings
+from tula_hpc.ranks import checkpoints, workloads
+from tula_hpc.ranks.distributed import Rank
+from tula_hpc.ranks.training import TimeIsUp, train
+from tula_hpc.runs import RunFolder, read_json
+
+ALONE = Rank(0, 1, 0, "test", "test")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class AfterSteps(threading.Event):
+    """Set from the n-th look on; training looks once a step."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self._left = steps
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left <= 0
+
+
+def seen_digits(root: Path, train: bool, log: list[int]) -> Dataset:
+    """Digits that note which of them were asked for."""
+    digits = workloads.digits(root, train)
+
+    class Seen(Dataset):
+        def __len__(self) -> int:
+            return len(digits)  # type: ignore[arg-type]
+
+        def __getitem__(self, index: int) -> object:
+            if train:
+                log.append(index)
+            return digits[index]
+
+    return Seen()
+
+
+def watched(settings: Settings) -> list[int]:
+    """Let the settings' data set note the samples it gives."""
+    log: list[int] = []
+    settings.workload.dataset = {"_target_": f"{__name__}.seen_digits", "log": log}
+    return log
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    state = checkpoints.load_latest(run.checkpoints)
+    assert state is not None
+    return state["model"]
+
+
+@pytest.mark.parametrize("method", ["ags", "lbt"])
+def test_resuming_in_an_epoch_changes_nothing(tiny_settings: Callable[..., Settings], tmp_path: Path, method: str):
+    """A training that was stopped in the middle of an epoch ends with the same weights as one that was not."""
+    settings = tiny_settings(f"method={method}", "training.epochs=3", "data.train_samples=null")
+    candidate = Candidate(1, 64)
+    whole, parted = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parted")
+    log = watched(settings)
+    train(settings, candidate, ALONE, whole, CPU, threading.Event())
+    seen_at_once = log.copy()
+    log.clear()
+    with pytest.raises(TimeIsUp):
+        train(settings, candidate, ALONE, parted, CPU, AfterSteps(30))  # 23 steps an epoch
+    train(settings, candidate, ALONE, parted, CPU, threading.Event())
+    assert log == seen_at_once
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(parted)[name]), name
+    assert [line["epoch"] for line in parted.read_metrics()] == [1, 2, 3]
+
+
+def test_a_smaller_batch_goes_on_with_the_rest_of_the_epoch(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """After a relaunch with half the batch every sample of the epoch has been seen once, and AGS starts afresh."""
+    settings = tiny_settings("training.epochs=2", "data.train_samples=null")
+    run = RunFolder(tmp_path / "run")
+    log = watched(settings)
+    with pytest.raises(TimeIsUp):
+        train(settings, Candidate(1, 128), ALONE, run, CPU, AfterSteps(5))
+    assert len(log) == 5 * 128
+    train(settings, Candidate(1, 64), ALONE, run, CPU, threading.Event())
+    assert sorted(log[:1437]) == list(range(1437))
+    assert [line["global_batch"] for line in run.read_metrics()] == [64, 64]
+    assert read_json(run.train_result)["global_batch"] == 64
+
+
+def test_accuracies_count_every_test_sample_once(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """Percentages are whole multiples of one test sample, although 97 is not a multiple of the batch."""
+    settings = tiny_settings("training.eval_batch_per_rank=10")
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    for line in run.read_metrics():
+        for key in ("test_top1", "test_top5"):
+            assert line[key] * 97 / 100 == pytest.approx(round(line[key] * 97 / 100), abs=1e-6)
+        assert line["test_top5"] >= line["test_top1"]
+
+
+def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """Each line of metrics.jsonl holds what other tools read from it."""
+    run = RunFolder(tmp_path / "run")
+    train(tiny_settings(), Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    promised = "epoch samples lr train_loss train_top1 test_loss test_top1 test_top5 global_batch method".split()
+    assert all(key in line for line in run.read_metrics() for key in promised)
+    assert [line["samples"] for line in run.read_metrics()] == [256, 512]
+    assert list(run.tensorboard.glob("events.*"))
+
+
+def test_the_learning_rate_follows_the_schedule(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """Warm-up starts at a tenth and milestones count in epochs, whatever the batch."""
+    settings = tiny_settings("training.epochs=4", "training.warmup_epochs=2", "training.milestones=[3]", "training.lr=0.1")
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 64), ALONE, run, CPU, threading.Event())
+    rates = [line["lr"] for line in run.read_metrics()]  # of the last of four steps of each epoch
+    assert rates == pytest.approx([0.1 * (0.1 + 0.9 * 0.375), 0.1 * (0.1 + 0.9 * 0.875), 0.1, 0.01])
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The newest checkpoint that can be read is taken, and the torn one is named."""
+    checkpoints.save(tmp_path, 10, {"epoch": 1})
+    torn = checkpoints.save(tmp_path, 20, {"epoch": 2})
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert checkpoints.load_latest(tmp_path) == {"epoch": 1}
+    assert torn.name in capsys.readouterr().out
+
+
+def test_checkpoints_do_not_run_code(tmp_path: Path):
+    """A checkpoint that would execute something when read is not read."""
+
+    class Harmful:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (open, (str(tmp_path / "harm"), "w"))  # type: ignore[return-value]
+
+    torch.save({"model": Harmful()}, tmp_path / "samples-00000000000001.pt")
+    assert checkpoints.load_latest(tmp_path) is None
+    assert not (tmp_path / "harm").exists()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
+    """Checkpoints do not fill the disk."""
+    for samples in (10, 20, 30, 40):
+        checkpoints.save(tmp_path, samples, {"epoch": samples})
+    assert [p.name for p in checkpoints.all_of(tmp_path)] == ["samples-00000000000030.pt", "samples-00000000000040.pt"]
+
+
+def test_a_data_set_smaller_than_said_is_refused(tiny_settings: Callable[..., Settings]):
+    """The number of samples that predictions rest on must be there."""
+    settings = tiny_settings("workload.train_samples=5000", "data.train_samples=null")
+    with pytest.raises(Exception, match=r"workload.train_samples is 5000 and the data set holds 1437"):
+        workloads.build_dataset(settings, train=True)
+
+
+def test_synthetic_data_has_the_true_shape_and_length(tiny_settings: Callable[..., Settings]):
+    """Random tensors stand for the data set in shape, classes and number, the same at every start."""
+    settings = tiny_settings("data=synthetic", "workload.input_shape=[3,32,32]", "workload.num_classes=7")
+    first, second = (workloads.build_dataset(settings, train=True) for _ in range(2))
+    assert len(first) == 256  # type: ignore[arg-type]
+    assert first[0][0].shape == (3, 32, 32)
+    assert {int(first[i][1]) for i in range(256)} == set(range(7))
+    assert torch.equal(first[200][0], second[200][0])
