@@ -36,11 +36,12 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
     tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A training that runs out of GPU memory is classified, relaunched with half the batch, and ends."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
+    # ranks import this file by its name
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     settings = tiny_settings(
         "cluster.gpus_per_node=1",
         "data=synthetic",
-        f"workload.model={{_target_: {__name__}.model_on_part_of_the_gpu}}",
         "workload.input_shape=[3,224,224]",
         "grid.max_nodes=1",
         "grid.min_batch_per_rank=32",
@@ -48,6 +49,7 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
         "objective=time",
         "objective.tie_tolerance=0",
     )
+    settings.workload.model = {"_target_": f"{__name__}.model_on_part_of_the_gpu"}
     run = RunFolder(tmp_path / "run")
     controller = Controller(settings, run, LocalScheduler(settings), Display(Console(file=io.StringIO())), [])
     controller._write_down_the_run()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
+from browser import open_browser, show
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import MethodKind, Settings, SearchMode, to_plain
+from tula_hpc.config import MethodKind, SearchMode, Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
+from tula_hpc.errors import RecordError
+from tula_hpc.markup import interval_text, money, quantity
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import NodeHourPrice
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
-from tula_hpc.runs import RunFolder, write_json, write_text
+from tula_hpc.report import write_report
+from tula_hpc.runs import RunFolder, read_json, write_json, write_text
+
+PLOTS = ["epoch_time", "cost", "step_time", "memory", "step_parts", "training", "scaling"]
 
 
 def settings_of(name: str = "demo", **changes: Any) -> Settings:
@@ -152,6 +165,7 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
     """metrics.jsonl of the first `epochs` epochs and, after all of them, result.json."""
     chosen, rng = json.loads(run.selection.read_text()), np.random.default_rng(4)
     candidate = Candidate(chosen["num_nodes"], chosen["batch_per_rank"], chosen["gpus_per_node"])
+    predicted = {(row["num_nodes"], row["batch_per_rank"]): row["step_time_s"] for row in chosen["candidates"]}
     lines: list[dict[str, Any]] = []
     for epoch in range(1, epochs + 1):
         if epoch == relaunched_at:
@@ -160,7 +174,7 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
         progress = 1 - np.exp(-epoch / (0.15 * settings.training.epochs))
         noise = rng.normal(0, 1) / (1 + 3 * steps_down)
         top1 = (58 + 6 * min(steps_down, 1) + 4 * min(steps_down, 2)) * progress + noise
-        step_s = chosen["predicted"]["step_time_s"] * 1.06 * rng.lognormal(0, 0.01)
+        step_s = predicted[candidate.num_nodes, candidate.batch_per_rank] * 1.06 * rng.lognormal(0, 0.01)
         line = {
             "epoch": epoch,
             "samples": epoch * settings.train_samples,
@@ -203,3 +217,272 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
         "last_attempt_s": 1.0,
     }
     write_json(run.train_result, result)
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def values(self, *names: str) -> list[str]:
+        return [value for _, name, value in self.attributes if name in names]
+
+
+def read(run: RunFolder) -> Page:
+    return Page(run.report.read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A whole run with its report, in a folder whose name needs quoting."""
+    run, settings = RunFolder(tmp_path_factory.mktemp("my runs") / "demo's #1"), settings_of()
+    begin(run, settings)
+    profile(run, settings, limit_gib=5.0)
+    choose(run, settings)
+    train(run, settings, epochs=6)
+    assert write_report(run) == run.report
+    return run
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_page_needs_nothing_else(finished: RunFolder) -> None:
+    """Whatever the page or a picture in it refers to is inside the page itself."""
+    page = read(finished)
+    sources = page.values("src", "srcset", "href")
+    assert len(sources) == len(PLOTS) + 1  # one of them also for small screens
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    for source in sources:
+        kind, _, content = source.partition(";base64,")
+        assert kind == "data:image/svg+xml"
+        svg = base64.b64decode(content).decode()
+        assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', svg))
+        assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", svg))
+        assert "<script" not in svg
+        assert "@import" not in svg
+    assert "url(" not in finished.report.read_text()
+
+
+def test_plots_lie_beside_the_page(finished: RunFolder) -> None:
+    """Each plot is also a PNG, and nothing temporary is left."""
+    assert sorted(path.name for path in finished.plots.iterdir()) == sorted(f"{name}.png" for name in PLOTS)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in finished.plots.iterdir())
+    assert not list(finished.path.glob(".*"))
+
+
+def test_every_picture_has_words(finished: RunFolder) -> None:
+    """Each picture has a text for those who do not see it."""
+    page = read(finished)
+    assert page.tags.count("img") == len(PLOTS)
+    assert all(len(alt) > 40 for alt in page.values("alt"))
+
+
+def test_answer_is_the_stored_one(finished: RunFolder) -> None:
+    """Choice, reason, accuracy and the deviation of the step time are those of the stages' files."""
+    text, selection, result = read(finished).text, read_json(finished.selection), read_json(finished.train_result)
+    nodes = "1 node" if selection["num_nodes"] == 1 else f"{selection['num_nodes']} nodes"
+    assert f"{nodes} × {selection['batch_per_rank']} samples = global batch {selection['global_batch']}" in text
+    assert selection["reason"] in text
+    assert f"{result['test_top1']:.2f} %" in text
+    assert f"top-5 {result['test_top5']:.2f} %" in text
+    deviation = 100 * (result["step_time_s"] / selection["predicted"]["step_time_s"] - 1)
+    assert f"{deviation:.1f} % slower" in text
+    assert "not finished" not in text
+
+
+def test_table_holds_every_candidate(finished: RunFolder) -> None:
+    """All candidates are listed, one is marked as chosen, and those that do not fit say why."""
+    page, candidates = read(finished), read_json(finished.selection)["candidates"]
+    rows = [value.split() for value in page.values("class") if value.split()[:1] in (["out"], ["chosen"])]
+    assert sum(row[0] == "chosen" for row in rows) == 1
+    assert sum(row[0] == "out" for row in rows) == sum(not row["feasible"] for row in candidates) == 2
+    assert page.text.count("did not fit when profiled") == 2
+
+
+def test_failed_jobs_and_command_are_told(finished: RunFolder) -> None:
+    """What ran out of memory is listed with its reason, and the command can be pasted into a shell."""
+    text = read(finished).text
+    assert "6 success, 2 cuda oom" in text
+    assert text.count("CUDA out of memory. Tried to allocate") == 2
+    assert "cd '/home/me/my work'\npython -m tula_hpc +experiment=demo training.epochs=6" in text
+
+
+def test_smaller_batch_after_oom_is_told(tmp_path: Path) -> None:
+    """A training that went on with a smaller batch says so, and is compared with the prediction for that batch."""
+    run, settings = RunFolder(tmp_path), settings_of()
+    begin(run, settings)
+    profile(run, settings)
+    chosen = choose(run, settings)["global_batch"]
+    journal, attempt = Journal(run.journal), Attempt("train", 1, "tag", 64, 2)
+    journal.intend(attempt)
+    journal.concluded(attempt, Verdict.cuda_oom, "no room for 2 GiB")
+    train(run, settings, epochs=6, relaunched_at=1)
+    write_report(run)
+    text = read(run).text
+    assert f"Chosen was a global batch of {chosen}; in the end the training used {chosen // 2}." in text
+    assert "no room for 2 GiB" in text
+    deviation = re.search(r"predicted [\d.]+ ms: ([\d.]+) % slower", text)
+    assert deviation is not None
+    assert float(deviation[1]) == pytest.approx(6, abs=3)
+
+
+# --- unfinished and odd runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "plots", "missing"),
+    [
+        (0, 0, ["Profiling is not finished: 0 of 0", "No configuration is chosen", "not finished its first epoch"]),
+        (1, 3, ["No configuration is chosen", "not finished its first epoch"]),
+        (2, 5, ["The training has not finished its first epoch"]),
+        (3, 7, ["The training is not finished: 1 of 6 epochs are done"]),
+    ],
+    ids=["planned", "fitted", "chosen", "in training"],
+)
+def test_unfinished_run_has_a_report(tmp_path: Path, stages: int, plots: int, missing: list[str]) -> None:
+    """The report shows the stages that are done and names the ones that are not."""
+    run, settings = RunFolder(tmp_path), settings_of()
+    begin(run, settings)
+    done = [lambda: profile(run, settings), lambda: choose(run, settings), lambda: train(run, settings, epochs=1)]
+    for stage in done[:stages]:
+        stage()
+    write_report(run)
+    page = read(run)
+    assert page.tags.count("img") == plots
+    assert "This run is not finished." in page.text
+    for sentence in missing:
+        assert sentence in page.text
+
+
+def test_unknown_numbers_leave_a_report(tmp_path: Path) -> None:
+    """No memory limit, no cost, a fit without finite parameters and plain large-batch training: all of it is shown."""
+    run, settings = RunFolder(tmp_path), settings_of(method__kind=MethodKind.lbt)
+    begin(run, settings)
+    profile(run, settings)
+    fit = read_json(run.fit)
+    additive = fit["step_time"]["additive"]
+    additive |= {"outcome": "NON_FINITE", "median_error": None}
+    additive["parameters"] = {name: [None, unit] for name, (_, unit) in additive["parameters"].items()}
+    fit |= {"memory_limit_gib": None, "max_batch_per_rank": None}
+    fit["memory"]["limit_gib"] = None
+    write_json(run.fit, fit)
+    selection = choose(run, settings)
+    for row in (*selection["candidates"], selection["predicted"], *selection["alternatives"]):
+        row.update(cost=None, memory_gib=None)
+    write_json(run.selection, selection)
+    train(run, settings, epochs=6)
+    write_report(run)
+    page = read(run)
+    assert page.tags.count("img") == len(PLOTS) - 2  # no cost, no scaling
+    assert "the limit is not known" in page.text
+    assert "Non finite" in page.text
+    assert "plain large-batch training" in page.text
+
+
+def test_torn_record_is_refused_by_name(tmp_path: Path) -> None:
+    """A file that is not whole stops the report, and the message names it."""
+    run = RunFolder(tmp_path)
+    begin(run, settings_of())
+    write_text(run.fit, '{"version": 1, "points": [')
+    with pytest.raises(RecordError, match=r"fit\.json is not whole"):
+        write_report(run)
+
+
+HOSTILE = """"'><script>alert('&amp;')</script><img src=x onerror=alert(1)>"""
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    """Names, paths, hosts, reasons and versions that look like HTML are shown and never obeyed."""
+    run, settings = RunFolder(tmp_path / "<b>&"), settings_of(HOSTILE)
+    settings.workload.name = settings.workload.dataset["_target_"] = settings.workload.model[HOSTILE] = HOSTILE
+    settings.pricing.currency = HOSTILE
+    begin(run, settings)
+    profile(run, settings)
+    fit = read_json(run.fit)
+    for p in fit["points"]:
+        p |= {"hosts": [HOSTILE], "device": HOSTILE}
+    fit["memory"]["advice"] = fit["step_time"]["overlap"]["advice"] = HOSTILE
+    fit["step_time"]["additive"]["notes"] = [HOSTILE]
+    write_json(run.fit, fit)
+    selection = choose(run, settings)
+    selection |= {"reason": HOSTILE, "price": HOSTILE}
+    selection["candidates"][0]["why_infeasible"] = selection["alternatives"][0]["why"] = HOSTILE
+    write_json(run.selection, selection)
+    plan = read_json(run.plan)
+    plan |= {"command": [HOSTILE], "working_dir": HOSTILE, "runs_on": HOSTILE, "software": {HOSTILE: HOSTILE}}
+    write_json(run.plan, plan)
+    journal, attempt = Journal(run.journal), Attempt("train", 1, HOSTILE, 8, 1)
+    journal.intend(attempt)
+    journal.submitted(attempt, HOSTILE)
+    journal.concluded(attempt, Verdict.cuda_oom, HOSTILE)
+    train(run, settings, epochs=6, relaunched_at=1)
+    write_report(run)
+    page, text = read(run), run.report.read_text()
+    assert page.tags.count("img") == len(PLOTS)
+    assert not {"script", "b"} & {tag for tag, name, _ in page.attributes if name != "style"}
+    assert "script" not in page.tags
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert f"<h1>{html.escape(HOSTILE)}</h1>" in text
+    assert page.text.count(HOSTILE) > 15
+
+
+# --- words, imports, browser ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (quantity(0.0908, "s"), "90.8 ms"),
+        (quantity(3.2e-6, "s/sample"), "3.2 µs/sample"),
+        (quantity(0.0, "s/GPU"), "0 ms/GPU"),
+        (quantity(2.97, "1"), "2.97"),
+        (quantity(None, "s"), "not finite"),
+        (money(1814.0149, "$"), "$1,814.01"),
+        (money(0.0089, "€"), "€0.0089"),
+        (money(None, "$"), "–"),
+        (interval_text(0.0393, 0.0459), "39.3 – 45.9 ms"),
+        (interval_text(0.9, 1.63), "900 ms – 1.63 s"),
+    ],
+)
+def test_numbers_are_for_people(shown: str, expected: str) -> None:
+    """Numbers come in the unit and with the digits a person would write."""
+    assert shown == expected
+
+
+def test_import_is_light() -> None:
+    """Importing the report loads neither torch nor matplotlib: a login node starts at once."""
+    code = "import sys, tula_hpc.report; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_browser_shows_the_page(finished: RunFolder) -> None:
+    """On a desktop and on a phone, light and dark: no error, every picture drawn, nothing wider than the screen."""
+    script = """
+        const root = document.documentElement;
+        return {widths: [...document.images].map(i => i.naturalWidth), page: root.scrollWidth, screen: root.clientWidth,
+                background: getComputedStyle(document.body).backgroundColor};
+    """
+    backgrounds = set()
+    with open_browser() as driver:
+        for width_px, colours in ((1280, "light"), (390, "dark")):
+            assert show(driver, finished.report, width_px, colours=colours) == []
+            seen = driver.execute_script(script)
+            assert len(seen["widths"]) == len(PLOTS)
+            assert min(seen["widths"]) > 0
+            assert seen["page"] <= seen["screen"] == width_px
+            backgrounds.add(seen["background"])
+    assert len(backgrounds) == 2

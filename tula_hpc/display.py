@@ -135,7 +135,7 @@ def candidates_table(selection: dict[str, Any]) -> Table:
     for row in selection["candidates"]:
         is_chosen = (row["num_nodes"], row["batch_per_rank"]) == chosen
         memory = row["measured_memory_gib"] if row["measured_memory_gib"] is not None else row["memory_gib"]
-        note = "<- chosen" if is_chosen else row["why_infeasible"]
+        note = "<- chosen" if is_chosen else Text(row["why_infeasible"][:72])
         table.add_row(
             str(row["num_nodes"]),
             str(row["batch_per_rank"]),

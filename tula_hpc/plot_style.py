@@ -30,13 +30,13 @@ STEP_PARTS = {
     "sync_s": ("exposed synchronisation", "#e08e5b"),
     "optimizer_s": ("optimiser", "#8a7fb5"),
 }
-MEMORY_PARTS = {
-    "param_gib": ("parameters", "#3e6fa3"),
-    "grad_gib": ("gradients", "#8fb8de"),
-    "optimizer_gib": ("optimiser state", "#8a7fb5"),
-    "other_gib": ("process, libraries and cache", "#b9c2cb"),
-    "batch_gib": ("batch", "#e9c46a"),
-    "activation_gib": ("activations", "#9ccfa4"),
+MEMORY_COLOURS = {
+    "param_gib": "#3e6fa3",
+    "grad_gib": "#8fb8de",
+    "optimizer_gib": "#8a7fb5",
+    "other_gib": "#b9c2cb",
+    "batch_gib": "#e9c46a",
+    "activation_gib": "#9ccfa4",
 }
 # What each colour becomes on a dark page; colours that are not here serve both.
 _DARK = {
@@ -45,7 +45,8 @@ _DARK = {
     RULE: "#39434e",
     PAPER: "#1b2129",
     WARNING: "#ff8a7a",
-    "#0072b2": "#4da8e0",
+    "#0072b2": "#4f86e8",
+    "#56b4e9": "#93d6fb",
     "#8c6d31": "#c2a45f",
     "#7f7f7f": "#a8a8a8",
     "#b9c2cb": "#5d6873",

@@ -22,11 +22,12 @@ from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.config import MethodKind, Settings
 from tula_hpc.display import duration
+from tula_hpc.markup import MEMORY_PARTS
 from tula_hpc.models.memory import MemoryFit
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.plot_style import (
     INK,
-    MEMORY_PARTS,
+    MEMORY_COLOURS,
     MUTED,
     NODE_COLOURS,
     PAPER,
@@ -60,7 +61,10 @@ def draw(
     plots = []
     with matplotlib.rc_context(STYLE):
         if selection is not None:
-            plots += [_epoch_time(selection, settings, styles), _cost(selection, settings, styles)]
+            plots.append(_epoch_time(selection, styles))
+            # a price for memory gives no cost where memory is not known
+            if any(row["cost"] is not None for row in selection["candidates"]):
+                plots.append(_cost(selection, settings, styles))
         if fit is not None:
             plots += [_step_time(fit, styles), _memory(fit, selection, styles), _step_parts(fit)]
         if metrics:
@@ -74,11 +78,11 @@ def draw(
 
 _READ_CURVES = (
     "Lines are predictions, the band is their 90 % interval, filled marks are measurements. Broken lines and crosses: "
-    "configurations that cannot run or are unknown."
+    "configurations that do not fit or have failed."
 )
 
 
-def _epoch_time(selection: dict[str, Any], settings: Settings, styles: NodeStyles) -> Plot:
+def _epoch_time(selection: dict[str, Any], styles: NodeStyles) -> Plot:
     figure, axes = new_axes()
     _against_global_batch(axes, selection, "epoch_time_s", styles)
     axes.set_ylabel("time of an epoch")
@@ -101,7 +105,7 @@ def _cost(selection: dict[str, Any], settings: Settings, styles: NodeStyles) -> 
         figure,
         "cost",
         "Cost of the training",
-        f"At {selection['currency']} {selection['price']}. Filled marks are the cost at the measured step time.",
+        f"At {selection['currency']}{selection['price']}. Filled marks are the cost at the measured step time.",
         f"Cost of the training against global batch, one line per number of nodes; {_marked(selection)}.",
     )
 
@@ -219,13 +223,13 @@ def _memory(fit: dict[str, Any], selection: dict[str, Any] | None, styles: NodeS
     seen = [*points["batch_per_rank"], *out_of_memory]
     batch = np.geomspace(min(seen) / 1.15, max(*seen, largest or 1) * 1.15, 120)
     low, high = model.interval(batch)
-    names = [name for name in MEMORY_PARTS if name in model.parts(1.0)]
+    names = [name for name in MEMORY_COLOURS if name in model.parts(1.0)]
     stacks = np.array([[model.parts(b)[name] for b in batch] for name in names])
     for name, part in zip(names, axes.stackplot(batch, stacks, linewidth=0, alpha=0.55), strict=True):
-        part.set_facecolor(MEMORY_PARTS[name][1])
+        part.set_facecolor(MEMORY_COLOURS[name])
         # a part that nobody could see in the picture needs no entry
         if stacks[names.index(name)].max() > 0.01 * high.max():
-            part.set_label(MEMORY_PARTS[name][0])
+            part.set_label(MEMORY_PARTS[name])
     axes.plot(batch, model.predict(batch), color=INK, linewidth=1.4)
     axes.fill_between(batch, low, high, color=INK, alpha=0.13, linewidth=0)
     counts = sorted(set(points["num_nodes"]))
@@ -252,7 +256,7 @@ def _memory(fit: dict[str, Any], selection: dict[str, Any] | None, styles: NodeS
         "memory",
         "Memory of a rank",
         "Line: the fit with its 90 % interval; marks: measured peaks, side by side; areas: what the total is made of. "
-        "Red crosses did not fit. The broken vertical line is the largest batch whose interval stays in the share that "
+        "Red crosses did not fit. The broken vertical line is the largest batch that is trusted to fit in the share that "
         "may be used.",
         f"Memory per rank against batch per rank with the fitted line; limit {limit and round(limit, 2)} GiB, largest "
         f"batch {largest}.",

@@ -1,16 +1,14 @@
 """The report of a run: one HTML page that needs nothing else, and its plots as PNG.
 
 Reads the run folder and computes nothing that a stage did not store. A run that is not finished has a report too: it
-shows what there is and says what is missing. Every text of the user or of a node passes `_e` on its way into the page,
-and the page forbids itself scripts and everything from outside.
+shows what there is and says what is missing. Every text of the user or of a node passes `escape` on its way into the
+page, and the page forbids itself scripts and everything from outside.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import os
-import re
 import shlex
 import tempfile
 import time
@@ -25,6 +23,21 @@ from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import duration
 from tula_hpc.errors import RecordError
+from tula_hpc.markup import (
+    MEMORY_PARTS,
+    count,
+    escape,
+    facts_list,
+    gib_text,
+    interval_text,
+    memory_line,
+    money,
+    quantity,
+    sentence,
+    span,
+    table,
+    time_text,
+)
 from tula_hpc.runs import RunFolder, read_json, write_text
 
 if TYPE_CHECKING:
@@ -116,10 +129,10 @@ def page(records: Records, drawn: Sequence[Plot]) -> str:
         body.append(_models(records.fit))
     body.append(_environment(records))
     return _PAGE.format(
-        title=_e(records.settings.name),
+        title=escape(records.settings.name),
         style=Path(__file__).with_name("report.css").read_text(encoding="utf-8"),
         body="\n".join(body),
-        footer=f"Written by tula_hpc on {_e(time.strftime(_DATE))}",
+        footer=f"Written by tula_hpc on {escape(time.strftime(_DATE))}",
     )
 
 
@@ -152,11 +165,9 @@ _OBJECTIVES = {
 
 def _header(records: Records) -> str:
     s, plan, fit = records.settings, records.plan, records.fit
-    ranks, samples = (
-        _count(s.cluster.ranks_per_node, "rank"),
-        _span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank),
-    )
-    grid = f"{_span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
+    ranks = count(s.cluster.ranks_per_node, "rank")
+    samples = span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank)
+    grid = f"{span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
     grid += f"; {len(plan['candidates'])} candidates" if plan else ""
     grid += f", {len(fit['points'])} measured" if fit else ""
     data = f"{_call(s.workload.dataset)}, {s.train_samples:,} training and {s.test_samples:,} test samples"
@@ -171,7 +182,7 @@ def _header(records: Records) -> str:
         "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
         "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
     }
-    return f'<header><p class="kicker">tula_hpc report</p><h1>{_e(s.name)}</h1>{_facts(facts)}</header>'
+    return f'<header><p class="kicker">tula_hpc report</p><h1>{escape(s.name)}</h1>{facts_list(facts)}</header>'
 
 
 def _call(node: dict[str, Any]) -> str:
@@ -201,17 +212,17 @@ def _devices(fit: dict[str, Any] | None) -> list[str]:
 def _answer(records: Records) -> str:
     missing, notice, selection = records.missing(), "", records.selection
     if missing:
-        items = "".join(f"<li>{_e(sentence)}</li>" for sentence in missing)
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in missing)
         notice = f'<div class="notice"><strong>This run is not finished.</strong><ul>{items}</ul></div>'
     if selection is None:
         return f'<section class="answer">{notice}</section>'
     ranks = f"{selection['gpus_per_node']} ranks × " if selection["gpus_per_node"] > 1 else ""
-    answer = f"{_count(selection['num_nodes'], 'node')} × {ranks}{selection['batch_per_rank']} samples"
+    answer = f"{count(selection['num_nodes'], 'node')} × {ranks}{selection['batch_per_rank']} samples"
     return (
         f'<section class="answer"><p class="kicker">The answer</p>'
-        f"<h2>{_e(answer)} = global batch {_e(selection['global_batch'])}</h2>{notice}{_relaunch(records)}"
+        f"<h2>{escape(answer)} = global batch {escape(selection['global_batch'])}</h2>{notice}{_relaunch(records)}"
         f'<div class="tiles">{"".join(_tiles(records, selection))}</div>'
-        f'<p class="reason">{_e(selection["reason"])}</p>{_alternatives(selection)}</section>'
+        f'<p class="reason">{escape(selection["reason"])}</p>{_alternatives(selection)}</section>'
     )
 
 
@@ -222,10 +233,18 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
     if result is not None:
         notes.append(f"took {duration(result['train_s'])}, validation included")
     yield _tile("Training time", duration(predicted["train_time_s"]), notes)
-    yield _tile("Cost", _money(predicted["cost"], selection), [f"predicted, at {_price(selection)}"])
+    yield _tile(
+        "Cost",
+        money(predicted["cost"], selection["currency"]),
+        [f"predicted, at {selection['currency']}{selection['price']}"],
+    )
     yield _memory_tile(predicted["memory_gib"], records.fit)
     if result is None:
         yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
+        if records.metrics:
+            last, epochs = records.metrics[-1], records.settings.training.epochs
+            notes = [f"top-1 after {last['epoch']} of {epochs} epochs", f"top-5 {last['test_top5']:.2f} %"]
+            yield _tile("Test accuracy so far", f"{last['test_top1']:.2f} %", notes)
         return
     expected, notes = _predicted_step_s(selection, result), ["measured in the training"]
     if expected is not None:
@@ -237,21 +256,21 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
 
 
 def _tile(name: str, value: str, notes: Sequence[str], meter: str = "") -> str:
-    words = "".join(f"<p>{_e(note)}</p>" for note in notes)
-    return f'<div class="tile"><h3>{_e(name)}</h3><p class="value">{_e(value)}</p>{meter}{words}</div>'
+    words = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f'<div class="tile"><h3>{escape(name)}</h3><p class="value">{escape(value)}</p>{meter}{words}</div>'
 
 
 def _memory_tile(memory_gib: float | None, fit: dict[str, Any] | None) -> str:
     limit = fit["memory_limit_gib"] if fit else None
     if memory_gib is None or fit is None or limit is None:
-        return _tile("Memory of a rank", _gib(memory_gib), ["predicted; the limit is not known"])
+        return _tile("Memory of a rank", gib_text(memory_gib), ["predicted; the limit is not known"])
     share, allowed = 100 * memory_gib / limit, 100 * fit["memory_fraction"]
     meter = (
         f'<div class="meter" role="img" aria-label="{share:.0f} % of the limit">'
         f'<i style="width:{min(share, 100):.1f}%"></i><b style="left:{allowed:.1f}%"></b></div>'
     )
-    note = f"predicted: {share:.0f} % of {_gib(limit)}; {allowed:.0f} % may be used"
-    return _tile("Memory of a rank", _gib(memory_gib), [note], meter)
+    note = f"predicted: {share:.0f} % of {gib_text(limit)}; {allowed:.0f} % may be used"
+    return _tile("Memory of a rank", gib_text(memory_gib), [note], meter)
 
 
 def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> float | None:
@@ -274,9 +293,9 @@ def _relaunch(records: Records) -> str:
     reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
     because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""
     text = (
-        f"Chosen was a global batch of {chosen['global_batch']}; the training used {used['global_batch']} in the end."
+        f"Chosen was a global batch of {chosen['global_batch']}; in the end the training used {used['global_batch']}."
     )
-    return f'<div class="notice"><strong>{_e(text)}</strong>{_e(because)}</div>'
+    return f'<div class="notice"><strong>{escape(text)}</strong>{escape(because)}</div>'
 
 
 def _alternatives(selection: dict[str, Any]) -> str:
@@ -286,14 +305,14 @@ def _alternatives(selection: dict[str, Any]) -> str:
         merged.setdefault((row["num_nodes"], row["batch_per_rank"]), ([], row))[0].append(row["why"])
     rows = [
         (
-            _sentence("; ".join(why)) + (" (the same choice)" if key == chosen else ""),
-            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")),
-            _time(row["step_time_s"]), _time(row["train_time_s"]), _money(row["cost"], selection), _gib(row["memory_gib"]),
+            sentence("; ".join(why)) + (" (the same choice)" if key == chosen else ""),
+            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")), time_text(row["step_time_s"]),
+            time_text(row["train_time_s"]), money(row["cost"], selection["currency"]), gib_text(row["memory_gib"]),
         )
         for key, (why, row) in merged.items()
     ]  # fmt: skip
     head = ("alternatives", "nodes", "batch\na rank", "global\nbatch", "step", "training", "cost", "memory")
-    return _table(head, rows, left=(0,)) if rows else ""
+    return table(head, rows, left=(0,)) if rows else ""
 
 
 # --- plots and tables -------------------------------------------------------------------------------------------------
@@ -302,12 +321,12 @@ def _alternatives(selection: dict[str, Any]) -> str:
 def _figures(drawn: Sequence[Plot]) -> str:
     figures = []
     for plot in drawn:
-        image = f'<img alt="{_e(plot.alt)}" src="{_data(plot.svg)}">'
+        image = f'<img alt="{escape(plot.alt)}" src="{_data(plot.svg)}">'
         if plot.svg_narrow is not None:
             image = f'<picture><source media="(max-width: 760px)" srcset="{_data(plot.svg_narrow)}">{image}</picture>'
         wide = ' class="wide"' if plot.svg_narrow is not None else ""
-        caption = f"<figcaption>{_e(plot.caption)}</figcaption>"
-        figures.append(f"<figure{wide}><h3>{_e(plot.title)}</h3>{image}{caption}</figure>")
+        caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
+        figures.append(f"<figure{wide}><h3>{escape(plot.title)}</h3>{image}{caption}</figure>")
     return f'<section class="figures">{"".join(figures)}</section>' if drawn else ""
 
 
@@ -327,15 +346,16 @@ def _candidates(selection: dict[str, Any]) -> str:
         if row["extrapolated"] and row["feasible"]:
             note = f"{note}; outside the measured range".removeprefix("; ")
         rows.append((
-            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")), _time(row["measured_step_time_s"]),
-            _time(row["step_time_s"]), f"{_time(row['step_time_low_s'])} – {_time(row['step_time_high_s'])}",
-            _time(row["epoch_time_s"]), _time(row["train_time_s"]), _money(row["cost"], selection),
-            _gib(row["measured_memory_gib"]), _gib(row["memory_gib"]), note,
+            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")),
+            time_text(row["measured_step_time_s"]), time_text(row["step_time_s"]),
+            interval_text(row["step_time_low_s"], row["step_time_high_s"]),
+            time_text(row["epoch_time_s"]), time_text(row["train_time_s"]), money(row["cost"], selection["currency"]),
+            gib_text(row["measured_memory_gib"]), gib_text(row["memory_gib"]), note,
         ))  # fmt: skip
         look = "chosen" if is_chosen else "" if row["feasible"] else "out"
         classes.append(f"{look} first" if row["num_nodes"] != nodes else look)
         nodes = row["num_nodes"]
-    return f"<section><h2>All candidates</h2>{_table(head, rows, classes, left=(len(head) - 1,))}</section>"
+    return f"<section><h2>All candidates</h2>{table(head, rows, classes, left=(len(head) - 1,))}</section>"
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -367,9 +387,9 @@ def _step_time_card(form: str, values: dict[str, Any], used: bool) -> str:
     words = f"Median error on the {len(values['measured'])} measured configurations: {error}."
     if values["left_out_errors"]:
         words += f" {len(values['left_out_errors'])} of them were also predicted by a fit without them."
-    rows = [(name, _quantity(*pair), _MEANINGS.get(name, "")) for name, pair in values["parameters"].items()]
+    rows = [(name, quantity(*pair), _MEANINGS.get(name, "")) for name, pair in values["parameters"].items()]
     notes = [*values["notes"], *(f"Left out, not a time: row {row}." for row in values["dropped_rows"])]
-    title = f"{_e(f'Step time, {form}')} <small>{'used' if used else 'for comparison'}</small>"
+    title = f"{escape(f'Step time, {form}')} <small>{'used' if used else 'for comparison'}</small>"
     return _card(title, _FORMULAS.get(form, ""), values, words, rows, notes)
 
 
@@ -377,15 +397,20 @@ def _memory_card(fit: dict[str, Any]) -> str:
     memory, limit, largest = fit["memory"], fit["memory_limit_gib"], fit["max_batch_per_rank"]
     total, residual, out_of_memory = memory["total"], memory["residual_gib"], memory["smallest_oom_batch"]
     rows = [
-        ("m0", _gib(total["intercept_gib"]), "whatever the batch"),
+        ("m0", gib_text(total["intercept_gib"]), "whatever the batch"),
         ("m1", f"{1024 * total['slope_gib']:.3g} MiB/sample", "for each sample of a rank"),
-        *((name.removesuffix("_gib"), _line(**line), "of this") for name, line in memory["part_lines"].items()),
+        *(
+            (MEMORY_PARTS[name], memory_line(**line), "part of the total")
+            for name, line in memory["part_lines"].items()
+        ),
     ]
-    words = (
-        "The limit is not known." if limit is None else f"Of {_gib(limit)}, {fit['memory_fraction']:.0%} may be used"
-    )
+    words = "The limit is not known."
+    if limit is not None:
+        words = f"Of {gib_text(limit)}, {fit['memory_fraction']:.0%} may be used"
     words += f": at most {largest} samples a rank." if largest is not None else ""
-    words += f" A measurement is {_gib(residual)} from the line (standard deviation)." if residual is not None else ""
+    words += (
+        f" A measurement is {gib_text(residual)} from the line (standard deviation)." if residual is not None else ""
+    )
     notes = [f"A batch of {out_of_memory} a rank ran out of memory."] if out_of_memory else []
     return _card("Memory of a rank", "memory = m0 + m1 × batch a rank", memory, words, rows, notes)
 
@@ -394,12 +419,12 @@ def _card(
     title: str, formula: str, fit: dict[str, Any], words: str, rows: list[tuple[str, str, str]], notes: Sequence[str]
 ) -> str:
     good = fit["outcome"] == "OK"
-    outcome = "OK" if good else _sentence(fit["outcome"].replace("_", " ").lower())
-    items = "".join(f"<li>{_e(note)}</li>" for note in notes)
+    outcome = "OK" if good else sentence(fit["outcome"].replace("_", " ").lower())
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-        f'<div class="card"><h3>{title}</h3><p class="formula">{_e(formula)}</p>'
-        f'<p><strong class="{"good" if good else "bad"}">{_e(outcome)}.</strong> {_e(fit["advice"])}</p>'
-        f"<p>{_e(words)}</p>{_table(('parameter', 'value', 'meaning'), rows, left=(0, 2))}"
+        f'<div class="card"><h3>{title}</h3><p class="formula">{escape(formula)}</p>'
+        f'<p><strong class="{"good" if good else "bad"}">{escape(outcome)}.</strong> {escape(fit["advice"])}</p>'
+        f"<p>{escape(words)}</p>{table(('parameter', 'value', 'meaning'), rows, left=(0, 2))}"
         f"{f'<ul>{items}</ul>' if items else ''}</div>"
     )
 
@@ -412,14 +437,14 @@ def _environment(records: Records) -> str:
     command = ""
     if plan is not None:
         lines = f"cd {shlex.quote(plan['working_dir'])}\n{shlex.join(plan['command'])}"
-        command = f"<h3>To run it again</h3><pre>{_e(lines)}</pre>"
+        command = f"<h3>To run it again</h3><pre>{escape(lines)}</pre>"
     facts = {"Run folder": str(records.run.path)}
     if fit is not None:
         facts["Hosts"] = ", ".join(sorted({host for p in fit["points"] for host in p["hosts"]}))
         facts["Devices"] = ", ".join(_devices(fit))
     facts["Software"] = ", ".join(f"{name} {version}" for name, version in _versions(records).items())
-    config = f"<details><summary>The whole configuration</summary><pre>{_e(records.config_text)}</pre></details>"
-    rest = f"{_facts(facts, wide=True)}{_jobs(records.attempts)}{config}"
+    config = f"<details><summary>The whole configuration</summary><pre>{escape(records.config_text)}</pre></details>"
+    rest = f"{facts_list(facts, wide=True)}{_jobs(records.attempts)}{config}"
     return f"<section><h2>Environment</h2>{command}{rest}</section>"
 
 
@@ -446,92 +471,8 @@ def _jobs(attempts: Sequence[Attempt]) -> str:
         if a.verdict not in (Verdict.success, Verdict.skipped, None)
     ]
     head = ("job", "attempt", "nodes", "batch\na rank", "id", "ended as", "reason")
-    return f"<h3>Jobs</h3><p>{_e(summary or 'none yet')}</p>{_table(head, rows, left=(0, 5, 6)) if rows else ''}"
+    return f"<h3>Jobs</h3><p>{escape(summary or 'none yet')}</p>{table(head, rows, left=(0, 5, 6)) if rows else ''}"
 
 
 def _ended(attempt: Attempt) -> str:
     return attempt.verdict.value.replace("_", " ") if attempt.verdict else "not ended"
-
-
-# --- words and numbers ------------------------------------------------------------------------------------------------
-
-
-def _e(value: object) -> str:
-    """Text that is safe in an element and in a quoted attribute."""
-    return html.escape(str(value), quote=True)
-
-
-def _facts(facts: dict[str, str], wide: bool = False) -> str:
-    """A list of names and values; long identifiers may break after their dots and slashes."""
-    look = ' class="wide"' if wide else ""
-    items = "".join(
-        f"<div{look}><dt>{_e(name)}</dt><dd>{re.sub(r'([./_(])', r'\1<wbr>', _e(value))}</dd></div>"
-        for name, value in facts.items()
-    )
-    return f'<dl class="facts">{items}</dl>'
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], classes: Sequence[str] = (), left: Sequence[int] = ()
-) -> str:
-    """A table that scrolls sideways by itself; numbers stand to the right, the columns `left` to the left."""
-
-    def cells(kind: str, values: Sequence[object]) -> str:
-        return "".join(
-            f"<{kind}{' class=left' if place in left else ''}>{_e(value)}</{kind}>"
-            for place, value in enumerate(values)
-        )
-
-    looks = classes or [""] * len(rows)
-    body = "".join(f'<tr class="{look}">{cells("td", row)}</tr>' for look, row in zip(looks, rows, strict=True))
-    top = f"<thead><tr>{cells('th', head)}</tr></thead>"
-    return f'<div class="scroll" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
-
-
-def _time(seconds: float | None) -> str:
-    return "–" if seconds is None else duration(seconds)
-
-
-def _gib(gib: float | None) -> str:
-    if gib is None:
-        return "–"
-    return f"{gib:.3g} GiB" if gib >= 0.1 else f"{1024 * gib:.3g} MiB"
-
-
-def _line(intercept_gib: float, slope_gib: float) -> str:
-    """A part of the memory, without the term it does not have."""
-    terms = [_gib(intercept_gib)] if intercept_gib >= 1e-6 else []
-    terms += [f"{1024 * slope_gib:.3g} MiB/sample"] if slope_gib > 0 else []
-    return " + ".join(terms) or "0"
-
-
-def _money(amount: float | None, selection: dict[str, Any]) -> str:
-    if amount is None:
-        return "–"
-    return f"{selection['currency']}{amount:,.2f}" if amount >= 1 else f"{selection['currency']}{amount:.2g}"
-
-
-def _price(selection: dict[str, Any]) -> str:
-    return f"{selection['currency']}{selection['price']}"
-
-
-def _quantity(value: float | None, unit: str) -> str:
-    """A parameter with its unit; times in the size people use."""
-    if value is None:
-        return "not finite"
-    if unit == "1":
-        return f"{value:.3g}"
-    size, short = (1e6, "µs") if 0 < value < 1e-4 else (1e3, "ms") if value < 1 else (1.0, "s")
-    return f"{size * value:.3g} {short}{unit.removeprefix('s')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _span(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -169,7 +169,7 @@ class Controller:
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
         skipped = {Verdict.success, Verdict.cuda_oom, Verdict.host_oom, Verdict.skipped, None}
         return {
-            self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled"
+            self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
             if a is not None and a.verdict not in skipped
         }
@@ -232,7 +232,7 @@ class Controller:
                 "memory_fraction": fraction,
                 "max_batch_per_rank": memory.max_batch_per_rank(limit, fraction) if math.isfinite(limit) else None,
                 "infeasible": {c.name: why for c, why in because.items()},
-                "failed": {c.name: why for c, why in self._failed_because().items()},
+                "failed": {c.name: why.splitlines()[0] for c, why in self._failed_because().items()},
             },
         )
 

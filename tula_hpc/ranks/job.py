@@ -51,7 +51,8 @@ def run_attempt(folder: str) -> None:
             attempt.rank_error(rank),
             {
                 "kind": kind,
-                "message": message.strip().splitlines()[0] if kind != "error" else message.strip(),
+                # what ran out and how much was wanted; the rest of torch's text is in the traceback
+                "message": ". ".join(message.strip().split(". ")[:2]) if kind != "error" else message.strip(),
                 "rank": rank,
                 "host": socket.gethostname(),
                 "time": time.time(),

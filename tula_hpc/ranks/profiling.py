@@ -129,16 +129,17 @@ def profile(
     clock = Clock(device)
     dataset = build_dataset(settings, train=True)
     memory_before = host_memory.resident_bytes()
+    last_step_s = 0.0  # of the warm-up: tells how many steps can be afforded
     memory_limit = host_memory.limit_bytes() / ranks_on_host
     bench = _build(settings, candidate, me, dataset, device, clock)
     search = settings.search
 
-    began = time.perf_counter()
     for _ in range(search.warmup_steps):
+        began = time.perf_counter()
         bench.step()
-    clock.finish()
-    seconds_a_step = (time.perf_counter() - began) / max(1, search.warmup_steps)
-    timed_steps, compute_steps = _affordable_steps(settings, seconds_a_step, device)
+        clock.finish()
+        last_step_s = time.perf_counter() - began
+    timed_steps, compute_steps = _affordable_steps(settings, last_step_s, device)
 
     points = [bench.step() for _ in range(timed_steps)]
     _refresh_once(bench)
@@ -197,9 +198,9 @@ def _build(
     )
 
 
-def _affordable_steps(settings: Settings, seconds_a_step: float, device: torch.device) -> tuple[int, int]:
+def _affordable_steps(settings: Settings, step_s: float, device: torch.device) -> tuple[int, int]:
     """Timed and compute-only steps; the same on all ranks, since each step waits for every rank."""
-    slowest = torch.tensor([seconds_a_step], device=device)
+    slowest = torch.tensor([step_s], device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     search = settings.search
