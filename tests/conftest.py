@@ -28,6 +28,12 @@ TINY = [
 
 
 @pytest.fixture
+def tiny_overrides() -> list[str]:
+    """Overrides of a run that takes seconds."""
+    return list(TINY)
+
+
+@pytest.fixture
 def tiny_settings(tmp_path: Path) -> Callable[..., Settings]:
     """Settings of a run that takes seconds, composed as a user's are; takes overrides."""
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tula_hpc import imports
+from tula_hpc.checks import check
 from tula_hpc.composition import compose, describe_settings
 from tula_hpc.config import (
     DataKind,
     Settings,
-    check,
     conf_dir,
     from_plain,
     measurement_signature,
@@ -58,7 +58,9 @@ def test_the_papers_experiments_have_its_hyper_parameters(
 def test_all_problems_are_reported_at_once():
     """A user with four mistakes reads about four mistakes."""
     with pytest.raises(ConfigError) as caught:
-        compose(["+experiment=quickstart", "grid.max_node=2", "objective=foo", "search.timed_steps=x", "training.lr=-1"])
+        compose(
+            ["+experiment=quickstart", "grid.max_node=2", "objective=foo", "search.timed_steps=x", "training.lr=-1"]
+        )
     assert len(caught.value.problems) == 4
 
 
@@ -108,7 +110,9 @@ def test_each_rule_names_key_value_limit_and_way_out(
 
 def test_more_local_gpus_than_there_are_is_refused(tiny_settings: Callable[..., Settings]):
     """A grid that needs more GPUs than this machine has is not started."""
-    (problem,) = check(tiny_settings("cluster.gpus_per_node=64", "grid.max_global_batch=null", "grid.min_batch_per_rank=1"))
+    (problem,) = check(
+        tiny_settings("cluster.gpus_per_node=64", "grid.max_global_batch=null", "grid.min_batch_per_rank=1")
+    )
     assert "cluster.gpus_per_node=64: that needs 128 GPUs" in problem
 
 
@@ -137,7 +141,9 @@ def test_the_signature_ignores_what_does_not_change_the_result(tiny_settings: Ca
 def test_measurements_are_shared_between_objectives(tiny_settings: Callable[..., Settings]):
     """Objective, prices, epochs and grid do not change what a step takes; the model does."""
     base = measurement_signature(tiny_settings())
-    same = tiny_settings("objective=cost", "pricing=memory", "training.epochs=9", "grid.max_nodes=1", "data.train_samples=200")
+    same = tiny_settings(
+        "objective=cost", "pricing=memory", "training.epochs=9", "grid.max_nodes=1", "data.train_samples=200"
+    )
     assert measurement_signature(same) == base
     assert measurement_signature(tiny_settings("workload.model.width=8")) != base
 
@@ -146,7 +152,9 @@ def test_every_setting_says_what_it_means_unless_its_name_does():
     """The list of settings covers every field of the schema."""
     lines = describe_settings()
     fields = sum(
-        len(dataclasses.fields(getattr(Settings(), f.name))) if dataclasses.is_dataclass(getattr(Settings(), f.name)) else 1
+        len(dataclasses.fields(getattr(Settings(), f.name)))
+        if dataclasses.is_dataclass(getattr(Settings(), f.name))
+        else 1
         for f in dataclasses.fields(Settings)
     )
     assert len(lines) == fields
@@ -161,7 +169,9 @@ def test_a_site_folder_of_ones_own_adds_choices(tmp_path: Path):
     assert settings.cluster.partition == "fast"
 
 
-@pytest.mark.parametrize("target", ["torchvision.models.resnet50", "torch.nn.CrossEntropyLoss", "json.dumps", "math.sqrt"])
+@pytest.mark.parametrize(
+    "target", ["torchvision.models.resnet50", "torch.nn.CrossEntropyLoss", "json.dumps", "math.sqrt"]
+)
 def test_importable_targets_raise_no_objection(target: str):
     """A path that can be imported is not complained about, and resolves."""
     assert imports.why_not_importable(target) is None

@@ -74,7 +74,9 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_gpu(granularity: str):
     """step() never makes the host wait for the device, scaled or not."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10)
+    )
     model = model.cuda()
     sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     optimizer = TulaOptimizer(sgd, global_batch=64, small_batch=8, granularity=granularity)

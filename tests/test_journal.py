@@ -26,5 +26,7 @@ def test_events_are_never_overwritten(run_folder: RunFolder):
     for i in range(3):
         first.note(f"first {i}")
         second.note(f"second {i}")
-    assert [event["text"] for event in first.events()] == [f"{who} {i}" for i in range(3) for who in ("first", "second")]
+    assert [event["text"] for event in first.events()] == [
+        f"{who} {i}" for i in range(3) for who in ("first", "second")
+    ]
     assert not list(run_folder.journal.glob(".event*"))

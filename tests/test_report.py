@@ -368,20 +368,22 @@ def test_unfinished_run_has_a_report(tmp_path: Path, stages: int, plots: int, mi
 
 
 def test_unknown_numbers_leave_a_report(tmp_path: Path) -> None:
-    """No memory limit, no cost, a fit without finite parameters and plain large-batch training: all of it is shown."""
+    """No memory limit, no cost, no finite parameters, predictions of 0 s, no scaling: the rest is still shown."""
     run, settings = RunFolder(tmp_path), settings_of(method__kind=MethodKind.lbt)
     begin(run, settings)
     profile(run, settings)
     fit = read_json(run.fit)
-    additive = fit["step_time"]["additive"]
-    additive |= {"outcome": "NON_FINITE", "median_error": None}
-    additive["parameters"] = {name: [None, unit] for name, (_, unit) in additive["parameters"].items()}
+    overlap, additive = fit["step_time"]["overlap"], fit["step_time"]["additive"]
+    overlap |= {"outcome": "NON_FINITE", "median_error": None}
+    overlap["parameters"] = {name: [None, unit] for name, (_, unit) in overlap["parameters"].items()}
+    additive["parameters"] |= {"alpha": [0.0, "s"], "beta": [0.0, "s/sample"]}  # 0 s for a single rank
     fit |= {"memory_limit_gib": None, "max_batch_per_rank": None}
     fit["memory"]["limit_gib"] = None
-    write_json(run.fit, fit)
     selection = choose(run, settings)
+    write_json(run.fit, fit)
     for row in (*selection["candidates"], selection["predicted"], *selection["alternatives"]):
         row.update(cost=None, memory_gib=None)
+    selection["candidates"][0] |= {"step_time_s": 0.0, "epoch_time_s": 0.0, "step_time_low_s": None}
     write_json(run.selection, selection)
     train(run, settings, epochs=6)
     write_report(run)

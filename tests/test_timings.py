@@ -85,9 +85,7 @@ def test_a_point_counts_only_when_every_file_is_right(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 0.0])
-def test_what_no_clock_gives_is_refused(
-    attempt: AttemptFolder, rank_meta: Callable[..., dict[str, Any]], value: float
-):
+def test_what_no_clock_gives_is_refused(attempt: AttemptFolder, rank_meta: Callable[..., dict[str, Any]], value: float):
     """A step time that is not a positive number is named with its step."""
     write_rank(attempt, 1, [*SLOW[:3], [3, 0.002, 0.03, 0.04, 0.01, 0.005, value], SLOW[4]], rank_meta())
     with pytest.raises(RecordError, match=r"rank-0001.csv step 3: step_s is not a time"):

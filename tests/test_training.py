@@ -115,7 +115,8 @@ def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Setting
     """Each line of metrics.jsonl holds what other tools read from it."""
     run = RunFolder(tmp_path / "run")
     train(tiny_settings(), Candidate(1, 32), ALONE, run, CPU, threading.Event())
-    promised = "epoch samples lr train_loss train_top1 test_loss test_top1 test_top5 global_batch method".split()
+    promised = ["epoch", "samples", "lr", "train_loss", "train_top1", "test_loss", "test_top1", "test_top5"]
+    promised += ["global_batch", "method"]
     assert all(key in line for line in run.read_metrics() for key in promised)
     assert [line["samples"] for line in run.read_metrics()] == [256, 512]
     assert list(run.tensorboard.glob("events.*"))
@@ -123,7 +124,9 @@ def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Setting
 
 def test_the_learning_rate_follows_the_schedule(tiny_settings: Callable[..., Settings], tmp_path: Path):
     """Warm-up starts at a tenth and milestones count in epochs, whatever the batch."""
-    settings = tiny_settings("training.epochs=4", "training.warmup_epochs=2", "training.milestones=[3]", "training.lr=0.1")
+    settings = tiny_settings(
+        "training.epochs=4", "training.warmup_epochs=2", "training.milestones=[3]", "training.lr=0.1"
+    )
     run = RunFolder(tmp_path / "run")
     train(settings, Candidate(1, 64), ALONE, run, CPU, threading.Event())
     rates = [line["lr"] for line in run.read_metrics()]  # of the last of four steps of each epoch

@@ -1,11 +1,11 @@
 """The command line.
 
-    python -m tula_hpc                                  the quickstart
-    python -m tula_hpc +experiment=NAME key=value ...   a run; -m for a sweep over comma-separated values
-    python -m tula_hpc plan ...                         what that run would submit; submits nothing
-    python -m tula_hpc status RUN                       where a run is
-    python -m tula_hpc report RUN                       write its report again
-    python -m tula_hpc settings [PREFIX]                every setting, its meaning and default
+python -m tula_hpc                                  the quickstart
+python -m tula_hpc +experiment=NAME key=value ...   a run; -m for a sweep over comma-separated values
+python -m tula_hpc plan ...                         what that run would submit; submits nothing
+python -m tula_hpc status RUN                       where a run is
+python -m tula_hpc report RUN                       write its report again
+python -m tula_hpc settings [PREFIX]                every setting, its meaning and default
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc import __version__
+from tula_hpc.checks import check, data_is_missing
 from tula_hpc.composition import compose, compose_each, is_plain
-from tula_hpc.config import ClusterKind, Settings, check, conf_dir, data_is_missing, signature, to_plain
+from tula_hpc.config import ClusterKind, Settings, conf_dir, signature, to_plain
 from tula_hpc.display import Display, candidates_table, duration
 from tula_hpc.errors import ConfigError, TulaError
 from tula_hpc.runs import RunFolder, find_run, read_json
@@ -113,7 +114,7 @@ def _for_each_run(arguments: list[str], act: Callable[[Settings], None]) -> None
 def _run(settings: Settings, arguments: list[str], display: Display) -> None:
     settings = _ready(settings, display)
     run = _folder(settings)
-    if run.train_result.exists() and run.report.exists():
+    if run.is_finished:
         display.choice(run)
         display.result(run)
         return
@@ -216,7 +217,9 @@ def _plan(settings: Settings, display: Display) -> None:
     price = settings.pricing.price_per_node_hour
     cost = f", {settings.pricing.currency}{about * price:.2f} at {price} a node-hour"
     known = cost if settings.pricing.kind.name == "node_hour" else "; its price depends on the memory it will show"
-    display.say(f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most")
+    display.say(
+        f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
+    )
     display.say(f"objective={settings.objective.kind.name}, price: {price_of(settings).describe()}")
     display.say(f"the run folder would be {run.path}")
     if isinstance(scheduler, SlurmScheduler):
@@ -244,7 +247,9 @@ def _status(arguments: list[str], display: Display) -> None:
     for attempt in attempts:
         word = attempt.verdict.value if attempt.verdict else "in the queue or running" if attempt.job_id else "intended"
         detail = f": {attempt.reason}" if attempt.verdict and attempt.verdict.value != "success" else ""
-        display.say(f"{attempt.job} attempt {attempt.number} [{attempt.job_id or '-'}]: {word.replace('_', ' ')}{detail}")
+        display.say(
+            f"{attempt.job} attempt {attempt.number} [{attempt.job_id or '-'}]: {word.replace('_', ' ')}{detail}"
+        )
     stages = {"models fitted": run.fit, "configuration chosen": run.selection, "trained": run.train_result}
     for words, path in {**stages, "report written": run.report}.items():
         display.say(f"{words}: {'yes' if path.exists() else 'not yet'}")
@@ -276,7 +281,7 @@ def _run_argument(verb: str, arguments: list[str]) -> RunFolder:
 
 
 def _settings(arguments: list[str], display: Display) -> None:
-    from tula_hpc.composition import describe_settings
+        from tula_hpc.composition import describe_settings
 
     prefix = arguments[0] if arguments else ""
     lines = [line for line in describe_settings() if line.startswith(prefix)]

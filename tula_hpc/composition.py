@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc import config
-from tula_hpc.config import Settings, check, conf_dir, to_plain
+from tula_hpc.checks import check
+from tula_hpc.config import Settings, conf_dir, to_plain
 from tula_hpc.errors import ConfigError
 
 
@@ -57,7 +58,9 @@ def compose(arguments: list[str]) -> Settings:
     overrides, folder = _without_config_dir(arguments)
     if folder is not None and not Path(folder).expanduser().is_dir():
         raise ConfigError([f"--config-dir is {folder!r}, which is not a folder"])
-    search = [] if folder is None else [f"hydra.searchpath=[{_quoted(f'file://{Path(folder).expanduser().absolute()}')}]"]
+    search = (
+        [] if folder is None else [f"hydra.searchpath=[{_quoted(f'file://{Path(folder).expanduser().absolute()}')}]"]
+    )
     _register()
     problems: list[str] = []
     composed: Any = None
@@ -85,7 +88,11 @@ def _culprit(message: str, overrides: list[str]) -> str | None:
     """The override that an error speaks of; the last one that fits, as it is the one that counts."""
     for override in reversed(overrides):
         key, _, value = override.lstrip("+~").partition("=")
-        if override in message or re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message) or f"{key}/{value}" in message:
+        if (
+            override in message
+            or re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", message)
+            or f"{key}/{value}" in message
+        ):
             return override
     return None
 

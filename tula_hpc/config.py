@@ -1,8 +1,8 @@
-"""Every setting of a run, its meaning and its rules.
+"""Every setting of a run and its meaning.
 
-The dataclasses are the schema that Hydra composes `conf/` into; `check` is the one place that refuses values. It only
-complains: derived values are properties. Fields marked `result=False` do not change what a run finds out, so they are
-left out of the signature that names the run folder.
+The dataclasses are the schema that Hydra composes `conf/` into; `checks.check` is the one place that refuses values.
+Fields marked `result=False` do not change what a run finds out, so they are left out of the signature that names the
+run folder.
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tula_hpc import imports
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
 
 
@@ -91,11 +86,12 @@ class Collective(Enum):
     parameter_server = "parameter_server"
 
 
+NO_RESULT = {"result": False}
+
+
 def no_result(default: Any) -> Any:
     """A field that does not change the result of a run."""
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata={"result": False})
-    return field(default=default, metadata={"result": False})
+    return field(default=default, metadata=NO_RESULT)
 
 
 @dataclass
@@ -125,11 +121,11 @@ class ClusterSettings:
     """Profiling jobs of one array that may run at once. On `local` always 1: they would disturb each other's times."""
     poll_interval_s: float = no_result(10.0)
     """Seconds between two looks at the queue."""
-    setup: list[str] = no_result([])
+    setup: list[str] = field(default_factory=list, metadata=NO_RESULT)
     """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
-    srun_args: list[str] = no_result([])
+    srun_args: list[str] = field(default_factory=list, metadata=NO_RESULT)
     """Arguments added to srun, such as `--container-image=...` at a site with containers."""
-    sbatch: dict[str, Any] = no_result({})
+    sbatch: dict[str, Any] = field(default_factory=dict, metadata=NO_RESULT)
     """Further sbatch options by their long name with underscores, such as `exclusive: true`."""
     python: str | None = no_result(None)
     """Python to run on the nodes. Null: the one that runs this command."""
@@ -364,185 +360,3 @@ def measurement_signature(settings: Settings) -> str:
     training = {key: fields["training"][key] for key in ("momentum", "precision", "channels_last")}
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
     return _short_hash([fields["cluster"], fields["workload"], data, steps, training, fields["method"]])
-
-
-_POSITIVE = (
-    "cluster.cpus_per_rank",
-    "cluster.profile_time_limit_min",
-    "cluster.train_time_limit_min",
-    "cluster.memory_gib",
-    "cluster.max_running_jobs",
-    "cluster.poll_interval_s",
-    "workload.train_samples",
-    "workload.test_samples",
-    "data.train_samples",
-    "data.test_samples",
-    "grid.min_nodes",
-    "grid.min_global_batch",
-    "grid.min_batch_per_rank",
-    "search.timed_steps",
-    "search.compute_steps",
-    "search.max_seconds",
-    "pricing.price_per_node_hour",
-    "pricing.price_per_gib_hour",
-    "method.small_batch",
-    "method.delta_threshold",
-    "method.refresh_epochs",
-    "method.refresh_samples",
-    "training.epochs",
-    "training.lr",
-    "training.lr_decay",
-    "training.eval_batch_per_rank",
-    "training.checkpoint_every_min",
-    "training.collective_timeout_s",
-)
-_NOT_NEGATIVE = (
-    "cluster.gpus_per_node",
-    "data.loader_workers",
-    "search.warmup_steps",
-    "objective.tie_tolerance",
-    "method.scale_floor",
-    "training.momentum",
-    "training.weight_decay",
-    "training.warmup_epochs",
-    "training.max_relaunches",
-)
-_RANGES = (
-    ("grid.min_nodes", "grid.max_nodes"),
-    ("grid.min_batch_per_rank", "grid.max_batch_per_rank"),
-    ("grid.min_global_batch", "grid.max_global_batch"),
-)
-
-
-def _value(settings: Settings, key: str) -> Any:
-    value: Any = settings
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def check(settings: Settings) -> list[str]:
-    """Every rule the settings break, one sentence each: key, value, limit and way out. Changes nothing."""
-    problems = [
-        f"{key} is {_value(settings, key)}; it must be greater than 0"
-        for key in _POSITIVE
-        if _value(settings, key) is not None and not _value(settings, key) > 0
-    ]
-    problems += [
-        f"{key} is {_value(settings, key)}; it must be 0 or greater"
-        for key in _NOT_NEGATIVE
-        if _value(settings, key) is not None and not _value(settings, key) >= 0
-    ]
-    for low, high in _RANGES:
-        if _value(settings, high) is not None and _value(settings, low) > _value(settings, high):
-            problems.append(
-                f"{low} is {_value(settings, low)}, above {high}={_value(settings, high)}; lower the one or raise the other"
-            )
-    if not 0 < settings.search.memory_fraction <= 1:
-        problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
-    if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
-        problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
-    if settings.training.milestones != sorted(settings.training.milestones):
-        problems.append(f"training.milestones is {settings.training.milestones}; list the epochs in rising order")
-    if problems:  # what follows computes with these values
-        return problems
-    return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
-
-
-def _check_grid(settings: Settings) -> list[str]:
-    if settings.grid_candidates():
-        return []
-    grid, largest = settings.grid, doublings(settings.grid.min_nodes, settings.grid.max_nodes)[-1]
-    ranks = settings.cluster.ranks_per_node
-    reach = f"{grid.min_nodes * ranks * grid.min_batch_per_rank} to {largest * ranks * grid.max_batch_per_rank}"
-    limit = min(grid.max_global_batch or settings.train_samples, settings.train_samples)
-    return [
-        f"the grid is empty: {grid.min_nodes} to {largest} nodes x {ranks} ranks x {grid.min_batch_per_rank} to "
-        f"{grid.max_batch_per_rank} a rank give global batches of {reach}, and grid.min_global_batch="
-        f"{grid.min_global_batch} to {limit} (grid.max_global_batch, or the {settings.train_samples} training samples) "
-        "are allowed; widen one of them"
-    ]
-
-
-def _check_workload(settings: Settings) -> list[str]:
-    problems = []
-    for part in ("model", "dataset", "loss"):
-        node = getattr(settings.workload, part)
-        if "_target_" not in node:
-            problems.append(
-                f"workload.{part} has no _target_; give the import path of a callable, such as {_EXAMPLES[part]}"
-            )
-        elif (reason := imports.why_not_importable(str(node["_target_"]))) is not None:
-            problems.append(f"workload.{part}._target_ is {node['_target_']}: {reason}")
-    if settings.data.kind is DataKind.synthetic and not (settings.workload.input_shape and settings.workload.num_classes):
-        problems.append(
-            "data=synthetic needs workload.input_shape and workload.num_classes; set them to the shape of one input and "
-            "the number of classes"
-        )
-    return problems
-
-
-_EXAMPLES = {
-    "model": "torchvision.models.resnet18",
-    "dataset": "tula_hpc.ranks.workloads.cifar100",
-    "loss": "torch.nn.CrossEntropyLoss",
-}
-
-
-def data_is_missing(settings: Settings) -> bool:
-    """Whether the data set should be below `data.root` and is not."""
-    files = settings.workload.data_files
-    return (
-        settings.data.kind is DataKind.real
-        and bool(files)
-        and not any((Path(settings.data.root).expanduser() / name).exists() for name in files)
-    )
-
-
-def _check_data(settings: Settings) -> list[str]:
-    if settings.data.download or not data_is_missing(settings):
-        return []
-    root = Path(settings.data.root).expanduser().absolute()
-    return [
-        f"data.root is {root}, which holds none of {', '.join(settings.workload.data_files)}; set data.root to the folder "
-        "that does, or data.download=true to fetch the data set on this machine, or data=synthetic to profile without it"
-    ]
-
-
-def _check_local(settings: Settings) -> list[str]:
-    """GPUs of this machine must be as many as the largest local candidate has ranks."""
-    if settings.cluster.kind is not ClusterKind.local or settings.cluster.gpus_per_node == 0:
-        return []
-    largest = max((c.world_size for c in settings.grid_candidates()), default=0)
-    present = count_local_gpus()
-    if largest <= present:
-        return []
-    return [
-        f"grid.max_nodes is {settings.grid.max_nodes} with cluster.gpus_per_node={settings.cluster.gpus_per_node}: that "
-        f"needs {largest} GPUs and this machine has {present}; lower one of them, or set cluster.gpus_per_node=0 for CPUs"
-    ]
-
-
-def count_local_gpus() -> int:
-    """NVIDIA GPUs of this machine, asked without torch; 0 if nvidia-smi is missing or fails."""
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return 0
-    try:
-        listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-def software_versions() -> dict[str, str]:
-    """Versions that a later reader of the run folder wants to know; read from package metadata, imports nothing."""
-    from importlib import metadata
-
-    versions = {"python": sys.version.split()[0]}
-    for package in ("tula-hpc", "torch", "torchvision", "submitit", "hydra-core", "numpy", "scipy", "pandas"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    return versions

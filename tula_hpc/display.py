@@ -70,7 +70,9 @@ class Display:
             a = look.attempt
             nodes = "1 node" if a.num_nodes == 1 else f"{a.num_nodes} nodes"
             what = "train" if a.job == "train" else "profile"
-            name = f"{what} on {nodes}, batch {a.batch_per_rank} a rank" + (f" (attempt {a.number})" if a.number > 1 else "")
+            name = f"{what} on {nodes}, batch {a.batch_per_rank} a rank" + (
+                f" (attempt {a.number})" if a.number > 1 else ""
+            )
             self._seen[a.key] = (name, word, self._seen.get(a.key, (name, word, time.monotonic()))[2])
             if not self.console.is_terminal and self._shown.get(a.key) != word:
                 self.say(f"{name}: {word}")
@@ -109,7 +111,9 @@ class Display:
         """How the training ended and where the report is."""
         self.close()
         selection, result = read_json(run.selection), read_json(run.train_result)
-        used = f"{result['num_nodes']} nodes x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
+        used = (
+            f"{result['num_nodes']} nodes x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
+        )
         if result["global_batch"] != selection["global_batch"]:
             used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
         predicted = selection["predicted"]["step_time_s"]

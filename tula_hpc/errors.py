@@ -17,7 +17,9 @@ class ConfigError(TulaError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in the configuration, nothing was submitted:\n" + "\n".join(f"  - {p}" for p in problems))
+        super().__init__(
+            f"{count} in the configuration, nothing was submitted:\n" + "\n".join(f"  - {p}" for p in problems)
+        )
 
 
 class SubmissionRejected(TulaError):

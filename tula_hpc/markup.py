@@ -17,6 +17,22 @@ MEMORY_PARTS = {
     "activation_gib": "activations",
 }
 """Terms of the memory model in words."""
+STEP_TIME_MEANINGS = {
+    "alpha": "compute time of a step, whatever the batch",
+    "beta": "compute time of each sample of a rank",
+    "t0": "least compute time of a step",
+    "s": "synchronisation: times 1 − 1/ranks on a ring, for each rank with a parameter server",
+    "c_n": "synchronisation of two nodes",
+    "lambda": "more synchronisation for each node beyond two",
+    "kappa": "more synchronisation for each GPU of a node beyond one",
+    "c_r": "synchronisation inside one node",
+    "gamma": "1: synchronisation hides behind nothing; 10: nearly all of it behind computation",
+}
+"""Parameters of the step-time models in words."""
+STEP_TIME_FORMULAS = {
+    "overlap": "step = (computation^gamma + synchronisation^gamma)^(1/gamma)",
+    "additive": "step = alpha + beta × batch a rank + synchronisation",
+}
 
 
 def escape(value: object) -> str:
@@ -55,8 +71,10 @@ def time_text(seconds: float | None) -> str:
     return "–" if seconds is None else duration(seconds)
 
 
-def interval_text(low: float, high: float) -> str:
+def interval_text(low: float | None, high: float | None) -> str:
     """Two times with a dash; the unit only once where both have it."""
+    if low is None or high is None:
+        return "–"
     low_text, high_text = duration(low), duration(high)
     number, unit = low_text.split(" ")
     return f"{number if high_text.endswith(f' {unit}') else low_text} – {high_text}"
@@ -91,6 +109,12 @@ def quantity(value: float | None, unit: str) -> str:
         return f"{value:.3g}"
     size, short = (1e6, "µs") if 0 < value < 1e-4 else (1e3, "ms") if value < 1 else (1.0, "s")
     return f"{size * value:.3g} {short}{unit.removeprefix('s')}"
+
+
+def deviation(measured: float, predicted: float) -> str:
+    """How much longer or shorter a measured time is."""
+    percent = 100 * (measured / predicted - 1)
+    return f"{abs(percent):.1f} % {'slower' if percent >= 0 else 'faster'}"
 
 
 def count(number: int, noun: str) -> str:

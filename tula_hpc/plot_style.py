@@ -6,6 +6,7 @@ A number of nodes has one colour and one marker in every plot.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,10 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 INK, MUTED, RULE, PAPER = "#1f2a37", "#667280", "#d8dee4", "#ffffff"
 WARNING = "#c43c2f"
-# Okabe and Ito's colours, which the common kinds of colour blindness keep apart; red is kept for limits.
+# Okabe and Ito's colours, which the common kinds of colour blindness keep apart; red is kept for limits. There is one
+# marker more than colours: the eighth number of nodes has the first colour again, but another marker.
 NODE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31", "#7f7f7f")
-NODE_MARKERS = "osD^vPX"
+NODE_MARKERS = "osD^vPXp"
 STEP_PARTS = {
     "data_s": ("data", "#b9c2cb"),
     "forward_s": ("forward", "#8fb8de"),
@@ -110,8 +112,8 @@ class Plot:
 
 def node_styles(nodes: Iterable[int]) -> NodeStyles:
     """A colour and a marker for each number of nodes of the grid, measured or not, so that all plots agree."""
-    looks = list(zip(NODE_COLOURS, NODE_MARKERS, strict=True))
-    return {n: looks[i % len(looks)] for i, n in enumerate(sorted(set(nodes)))}
+    colours, markers = itertools.cycle(NODE_COLOURS), itertools.cycle(NODE_MARKERS)
+    return dict(zip(sorted(set(nodes)), zip(colours, markers, strict=False), strict=False))
 
 
 def new_axes() -> tuple[Figure, Axes]:
@@ -201,29 +203,40 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6,
 def duration_ticks(axis: Axis, at_most: int = 8) -> None:
     """Ticks of a logarithmic time axis at numbers people use: 30 s, 1 min, 2 min."""
     low, high = sorted(axis.get_view_interval())
-    inside = [seconds for seconds in _ROUND_SECONDS if low <= seconds <= high]
-    if len(inside) < 3:
-        inside = [value for value in MaxNLocator(5).tick_values(low, high) if low <= value <= high]
-    inside = inside[:: math.ceil(len(inside) / at_most)]
-    _set_ticks(axis, inside, [_round_duration(seconds) for seconds in inside])
+    size, unit = _unit(high)
+    evenly = [(f"{value:.3g} {unit}", size * value) for value in MaxNLocator(5).tick_values(low / size, high / size)]
+    _set_some_ticks(axis, [(_round_duration(seconds), seconds) for seconds in _ROUND_SECONDS], evenly, at_most)
+
+
+def number_ticks(axis: Axis, at_most: int = 8) -> None:
+    """Ticks of a logarithmic axis at 1, 2, 5, 10."""
+    low, high = sorted(axis.get_view_interval())
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    round_values = [m * 10.0**k for k in decades for m in (1, 2, 5)]
+    ticks, evenly = (
+        [(f"{value:,.6g}", float(value)) for value in values]
+        for values in (round_values, MaxNLocator(5).tick_values(low, high))
+    )
+    _set_some_ticks(axis, ticks, evenly, at_most)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next(((size, unit) for size, unit in _UNITS if seconds >= size * (1 - 1e-9)), _UNITS[-1])
 
 
 def _round_duration(seconds: float) -> str:
-    for size, unit in _UNITS:
-        if seconds >= size * (1 - 1e-9):
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:g} s"
+    size, unit = _unit(seconds)
+    return f"{seconds / size:.3g} {unit}"
 
 
-def number_ticks(axis: Axis) -> None:
-    """Ticks of a logarithmic axis at 1, 2, 5, 10, or evenly where it spans too little for three of them."""
-    low, high = sorted(axis.get_view_interval())
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    inside = [m * 10.0**k for k in decades for m in (1, 2, 5) if low <= m * 10.0**k <= high]
-    if len(inside) < 3:
-        inside = [value for value in MaxNLocator(5).tick_values(low, high) if low <= value <= high]
-    inside = inside[:: math.ceil(len(inside) / 8)]
-    _set_ticks(axis, inside, [f"{value:,.6g}" for value in inside])
+def _set_some_ticks(axis: Axis, ticks: list[tuple[str, float]], evenly: list[tuple[str, float]], at_most: int) -> None:
+    """Those ticks that lie on the axis, or the even ones where it spans too little for three; thinned to what fits."""
+    low, high = axis.get_view_interval()
+    shown = [(label, value) for label, value in ticks if low <= value <= high]
+    if len(shown) < 3:
+        shown = [(label, value) for label, value in evenly if low <= value <= high]
+    shown = shown[:: math.ceil(len(shown) / at_most) or 1]
+    _set_ticks(axis, [value for _, value in shown], [label for label, _ in shown])
 
 
 def _set_ticks(axis: Axis, values: Sequence[float], labels: Sequence[str]) -> None:

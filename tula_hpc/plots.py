@@ -152,6 +152,8 @@ def _mark_choice(axes: Axes, selection: dict[str, Any], table: pd.DataFrame, col
     axes.axvline(knee, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
     early = _place(axes.get_xlim(), knee) < 0.8
     write_beside(axes, "knee", (knee, 1), -2, to_the_right=early, color=MUTED, va="top")
+    if not y > 0:
+        return
     axes.plot(x, y, "o", markersize=14, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.8, zorder=5)
     above, side = _place(axes.get_ylim(), y) < 0.5, _place(axes.get_xlim(), x)
     axes.annotate(
@@ -184,7 +186,8 @@ def _step_time(fit: dict[str, Any], styles: NodeStyles) -> Plot:
         predicted = model.predict(points)
         used = form == fit["step_time_form"]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o" if used else "s", "markersize": 6 if used else 5}
-        for i in np.flatnonzero(np.isfinite(predicted)):
+        # a fit without finite parameters predicts nothing, and one without compute time 0 s for a single rank
+        for i in np.flatnonzero(np.isfinite(predicted) & (predicted > 0)):
             colour = styles[int(points["num_nodes"].iloc[i])][0]
             fill: dict[str, Any] = {
                 "markerfacecolor": colour if used else "none",
@@ -256,8 +259,8 @@ def _memory(fit: dict[str, Any], selection: dict[str, Any] | None, styles: NodeS
         "memory",
         "Memory of a rank",
         "Line: the fit with its 90 % interval; marks: measured peaks, side by side; areas: what the total is made of. "
-        "Red crosses did not fit. The broken vertical line is the largest batch that is trusted to fit in the share that "
-        "may be used.",
+        "Red crosses did not fit. The broken vertical line is the largest batch that is trusted to fit in what may "
+        "be used.",
         f"Memory per rank against batch per rank with the fitted line; limit {limit and round(limit, 2)} GiB, largest "
         f"batch {largest}.",
     )

@@ -8,9 +8,7 @@ page, and the page forbids itself scripts and everything from outside.
 from __future__ import annotations
 
 import base64
-import os
 import shlex
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +23,10 @@ from tula_hpc.display import duration
 from tula_hpc.errors import RecordError
 from tula_hpc.markup import (
     MEMORY_PARTS,
+    STEP_TIME_FORMULAS,
+    STEP_TIME_MEANINGS,
     count,
+    deviation,
     escape,
     facts_list,
     gib_text,
@@ -38,7 +39,7 @@ from tula_hpc.markup import (
     table,
     time_text,
 )
-from tula_hpc.runs import RunFolder, read_json, write_text
+from tula_hpc.runs import RunFolder, read_json, replacing, write_text
 
 if TYPE_CHECKING:
     from tula_hpc.plots import Plot
@@ -102,22 +103,10 @@ def write_report(run: RunFolder) -> Path:
     records = Records.read(run)
     drawn = plots.draw(records.settings, records.fit, records.selection, records.metrics)
     for plot in drawn:
-        _write_bytes(run.plots / f"{plot.name}.png", plot.png)
+        with replacing(run.plots / f"{plot.name}.png") as file:
+            file.write(plot.png)
     write_text(run.report, page(records, drawn))
     return run.report
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    """Write a picture so that a reader sees the whole of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def page(records: Records, drawn: Sequence[Plot]) -> str:
@@ -218,11 +207,13 @@ def _answer(records: Records) -> str:
         return f'<section class="answer">{notice}</section>'
     ranks = f"{selection['gpus_per_node']} ranks × " if selection["gpus_per_node"] > 1 else ""
     answer = f"{count(selection['num_nodes'], 'node')} × {ranks}{selection['batch_per_rank']} samples"
+    rule = selection["rule"].replace("_", " ")
     return (
         f'<section class="answer"><p class="kicker">The answer</p>'
         f"<h2>{escape(answer)} = global batch {escape(selection['global_batch'])}</h2>{notice}{_relaunch(records)}"
         f'<div class="tiles">{"".join(_tiles(records, selection))}</div>'
-        f'<p class="reason">{escape(selection["reason"])}</p>{_alternatives(selection)}</section>'
+        f'<p class="reason">{escape(selection["reason"])} <small>Rule: {escape(rule)}.</small></p>'
+        f"{_alternatives(selection)}</section>"
     )
 
 
@@ -233,11 +224,8 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
     if result is not None:
         notes.append(f"took {duration(result['train_s'])}, validation included")
     yield _tile("Training time", duration(predicted["train_time_s"]), notes)
-    yield _tile(
-        "Cost",
-        money(predicted["cost"], selection["currency"]),
-        [f"predicted, at {selection['currency']}{selection['price']}"],
-    )
+    price = f"{selection['currency']}{selection['price']}"
+    yield _tile("Cost", money(predicted["cost"], selection["currency"]), [f"predicted, at {price}"])
     yield _memory_tile(predicted["memory_gib"], records.fit)
     if result is None:
         yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
@@ -247,8 +235,8 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
             yield _tile("Test accuracy so far", f"{last['test_top1']:.2f} %", notes)
         return
     expected, notes = _predicted_step_s(selection, result), ["measured in the training"]
-    if expected is not None:
-        notes.append(f"predicted {duration(expected)}: {_deviation(result['step_time_s'], expected)}")
+    if expected:
+        notes.append(f"predicted {duration(expected)}: {deviation(result['step_time_s'], expected)}")
     yield _tile("Step", duration(result["step_time_s"]), notes)
     best = f"best {result['best_test_top1']:.2f} % in epoch {result['best_epoch']}"
     notes = [f"top-1 after {result['epochs']} epochs; {best}", f"top-5 {result['test_top5']:.2f} %"]
@@ -278,11 +266,6 @@ def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> floa
     used = (result["num_nodes"], result["batch_per_rank"])
     rows = [row for row in selection["candidates"] if (row["num_nodes"], row["batch_per_rank"]) == used]
     return float(rows[0]["step_time_s"]) if rows else None
-
-
-def _deviation(measured: float, predicted: float) -> str:
-    percent = 100 * (measured / predicted - 1)
-    return f"{abs(percent):.1f} % {'slower' if percent >= 0 else 'faster'}"
 
 
 def _relaunch(records: Records) -> str:
@@ -360,22 +343,6 @@ def _candidates(selection: dict[str, Any]) -> str:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-_MEANINGS = {
-    "alpha": "compute time of a step, whatever the batch",
-    "beta": "compute time of each sample of a rank",
-    "t0": "least compute time of a step",
-    "s": "synchronisation: times 1 − 1/ranks on a ring, for each rank with a parameter server",
-    "c_n": "synchronisation of two nodes",
-    "lambda": "more synchronisation for each node beyond two",
-    "kappa": "more synchronisation for each GPU of a node beyond one",
-    "c_r": "synchronisation inside one node",
-    "gamma": "1: synchronisation hides behind nothing; 10: nearly all of it behind computation",
-}
-_FORMULAS = {
-    "overlap": "step = (computation^gamma + synchronisation^gamma)^(1/gamma)",
-    "additive": "step = alpha + beta × batch a rank + synchronisation",
-}
-
 
 def _models(fit: dict[str, Any]) -> str:
     cards = [_step_time_card(form, values, form == fit["step_time_form"]) for form, values in fit["step_time"].items()]
@@ -387,10 +354,10 @@ def _step_time_card(form: str, values: dict[str, Any], used: bool) -> str:
     words = f"Median error on the {len(values['measured'])} measured configurations: {error}."
     if values["left_out_errors"]:
         words += f" {len(values['left_out_errors'])} of them were also predicted by a fit without them."
-    rows = [(name, quantity(*pair), _MEANINGS.get(name, "")) for name, pair in values["parameters"].items()]
+    rows = [(name, quantity(*pair), STEP_TIME_MEANINGS.get(name, "")) for name, pair in values["parameters"].items()]
     notes = [*values["notes"], *(f"Left out, not a time: row {row}." for row in values["dropped_rows"])]
     title = f"{escape(f'Step time, {form}')} <small>{'used' if used else 'for comparison'}</small>"
-    return _card(title, _FORMULAS.get(form, ""), values, words, rows, notes)
+    return _card(title, STEP_TIME_FORMULAS.get(form, ""), values, words, rows, notes)
 
 
 def _memory_card(fit: dict[str, Any]) -> str:
@@ -399,10 +366,7 @@ def _memory_card(fit: dict[str, Any]) -> str:
     rows = [
         ("m0", gib_text(total["intercept_gib"]), "whatever the batch"),
         ("m1", f"{1024 * total['slope_gib']:.3g} MiB/sample", "for each sample of a rank"),
-        *(
-            (MEMORY_PARTS[name], memory_line(**line), "part of the total")
-            for name, line in memory["part_lines"].items()
-        ),
+        *((MEMORY_PARTS[name], memory_line(**line), "part of it") for name, line in memory["part_lines"].items()),
     ]
     words = "The limit is not known."
     if limit is not None:

@@ -16,23 +16,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tula_hpc.errors import RecordError
 
 FORMAT_VERSION = 1
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the whole of it or nothing, also after a crash."""
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into that takes the place of `path` when all is written: a reader sees the whole of it or what
+    was there before, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -40,6 +45,12 @@ def write_text(path: Path, text: str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put `text` in the place of what the file held."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -143,6 +154,14 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the training has its result and the report was written after it."""
+        try:
+            return self.report.stat().st_mtime_ns >= self.train_result.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+
+    @property
     def plots(self) -> Path:
         return self.path / "report"
 
@@ -151,7 +170,7 @@ class RunFolder:
         return self.path / "scheduler"
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, one an epoch, without a last one that a crash has torn; none before training."""
+        """The lines of `metrics.jsonl`, one an epoch, without a last one that a crash has torn."""
         lines: list[dict[str, Any]] = []
         if not self.metrics.exists():
             return lines
@@ -242,6 +261,19 @@ def find_run(text: str, run_root: str = "runs") -> RunFolder:
     listing = "\n".join(f"  {p}" for p in (matching or runs)) or f"  (no runs in {root.absolute()})"
     problem = "names several runs" if matching else "is not a run folder"
     raise RecordError(f"{text} {problem}; there are:\n{listing}")
+
+
+def software_versions() -> dict[str, str]:
+    """Versions that a later reader of the run folder wants to know; read from package metadata, imports nothing."""
+    from importlib import metadata
+
+    versions = {"python": sys.version.split()[0]}
+    for package in ("tula-hpc", "torch", "torchvision", "submitit", "hydra-core", "numpy", "scipy", "pandas"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions
 
 
 def safe_tag(text: str) -> str:

@@ -28,7 +28,7 @@ def slurm_cluster() -> Iterator[Callable[[SlurmSettings], ThrowawaySlurm]]:
             _skip_or_fail(missing_reason(settings))
             while running:
                 running.pop().stop()
-            replacement = ThrowawaySlurm(settings)
+            replacement = ThrowawaySlurm(settings, lock_wait_s=300)  # another test run may hold it for minutes
             replacement.start()
             running.append(replacement)
             environment.setenv("SLURM_CONF", str(replacement.conf_file))

@@ -33,7 +33,7 @@ SMALL = [
 ]
 
 # Memory that grows with the batch: some at once above a size, some only after the steps that profiling takes.
-HUNGRY = '''
+HUNGRY = """
 import torch
 from tula_hpc.ranks.workloads import small_cnn
 
@@ -50,7 +50,7 @@ class Hungry(torch.nn.Module):
         if self.training and (len(images) > 128 or self.steps > 20):
             self.hoard = torch.ones(len(images), 2**21)  # 8 MiB a sample
         return self.net(images)
-'''
+"""
 
 HUNGRY_WORKLOAD = """
 name: hungry
@@ -109,7 +109,7 @@ def test_from_arrays_to_a_report(slurm: ThrowawaySlurm, tmp_path: Path):
 
 
 def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(slurm: ThrowawaySlurm, tmp_path: Path):
-    """The cgroup kills the largest batch in profiling and the chosen one in training; the relaunch with half succeeds."""
+    """The cgroup kills the largest batch in profiling and the chosen one in training; half of it succeeds."""
     (tmp_path / "hungry.py").write_text(HUNGRY)
     (tmp_path / "workload").mkdir()
     (tmp_path / "workload" / "hungry.yaml").write_text(HUNGRY_WORKLOAD)
@@ -166,7 +166,14 @@ def test_plan_shows_what_is_submitted_and_submits_nothing(slurm: ThrowawaySlurm,
     before = len(slurm.squeue("NAME"))
     answer = tula(tmp_path, "plan", *SMALL, "grid.max_batch_per_rank=128", "cluster.memory_gib=1.5")
     assert answer.returncode == 0, answer.stderr
-    for words in ("node-hours", "$", "#SBATCH --array=0-1%2", "#SBATCH --mem=1536M", "accepted", "nothing was submitted"):
+    for words in (
+        "node-hours",
+        "$",
+        "#SBATCH --array=0-1%2",
+        "#SBATCH --mem=1536M",
+        "accepted",
+        "nothing was submitted",
+    ):
         assert words in answer.stdout
     assert answer.stdout.count("--- sbatch gets") == 3
     assert len(slurm.squeue("NAME")) == before

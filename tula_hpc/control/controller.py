@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import PricingKind, Settings, measurement_signature, software_versions, to_plain
+from tula_hpc.config import PricingKind, Settings, measurement_signature, to_plain
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.scheduler import JobRequest, Scheduler
@@ -22,11 +22,11 @@ from tula_hpc.display import Display
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
-from tula_hpc.models.search import close_infeasible, next_candidates
+from tula_hpc.models.search import next_candidates
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
 from tula_hpc.ranks.timings import read_point
-from tula_hpc.runs import RunFolder, read_json, write_json, write_text
+from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
 # Ends that say nothing about the candidate, so the job may be run again: once in profiling, where the next run of the
 # command tries anyway, and `training.max_relaunches` times in training.
@@ -65,8 +65,7 @@ class Controller:
         self.display.choice(self.run)
         if not self.run.train_result.exists():
             self._train()
-        if not self.run.report.exists():
-            self._report()
+        self._report()
         self.display.result(self.run)
 
     def _write_down_the_run(self) -> None:
@@ -128,10 +127,12 @@ class Controller:
                     given_up.add(candidate)
                 self.display.say(f"{candidate.name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
         if not self._measured():
-            reasons = "\n".join(f"  {c.name}: {why}" for c, why in {**self._infeasible_because(), **self._failed_because()}.items())
+            reasons = "\n".join(
+                f"  {c.name}: {why}" for c, why in {**self._infeasible_because(), **self._failed_because()}.items()
+            )
             raise TulaError(
                 f"no candidate could be measured, so there is nothing to choose from:\n{reasons}\n"
-                f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again after mending this."
+                f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again when it is mended."
             )
 
     def _drop_larger_batches(self, looks: list[Look]) -> None:
@@ -196,7 +197,10 @@ class Controller:
                 if a.job in grid - known and a.verdict in (Verdict.success, Verdict.cuda_oom, Verdict.host_oom)
             ]
             for attempt in taken:
-                source, target = other.attempt(attempt.job, attempt.number), self.run.attempt(attempt.job, attempt.number)
+                source, target = (
+                    other.attempt(attempt.job, attempt.number),
+                    self.run.attempt(attempt.job, attempt.number),
+                )
                 shutil.copytree(source.path, target.path, dirs_exist_ok=True)
                 self.journal.intend(attempt)
                 self.journal.concluded(attempt, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
@@ -255,7 +259,7 @@ class Controller:
             if candidate.name in fit["failed"]:
                 table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
         objective = self.settings.objective
-        choice = select(table, objective.kind.name, objective.tie_tolerance)
+        choice = select(table, objective.kind.name, objective.tie_tolerance, self.settings.pricing.currency)
         write_json(
             self.run.selection,
             {
@@ -284,17 +288,20 @@ class Controller:
                 self.jobs.submit(TRAIN, [candidate], self._train_time_limit_min(train_time_s))
             self.jobs.wait(self._show_training, self._poll_interval_s)
             last = self.journal.state().last(TRAIN)
-            assert last is not None and last.verdict is not None
+            assert last is not None
+            assert last.verdict is not None
             if last.verdict is Verdict.success:
                 return
-            self.display.say(f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}")
+            self.display.say(
+                f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
+            )
             relaunches += 1
             again = last.verdict.out_of_memory or last.verdict in RETRIED or last.verdict is Verdict.timeout
             if not again or relaunches > self.settings.training.max_relaunches:
                 raise TulaError(
                     f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
-                    f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the newest "
-                    "checkpoint."
+                    f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the "
+                    "newest checkpoint."
                 )
 
     def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
@@ -306,11 +313,13 @@ class Controller:
         ]
         if not smaller:
             raise TulaError(
-                f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank on "
-                f"{failed.num_nodes} nodes ({reason}); lower grid.min_batch_per_rank or grid.min_global_batch, or give "
-                "the job more memory (cluster.memory_gib)"
+                f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank "
+                f"on {failed.num_nodes} nodes ({reason}); lower grid.min_batch_per_rank or grid.min_global_batch, or "
+                "give the job more memory (cluster.memory_gib)"
             )
-        self.display.say(f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}")
+        self.display.say(
+            f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}"
+        )
         return smaller[-1]
 
     def _train_time_limit_min(self, train_time_s: float) -> int:
@@ -356,7 +365,7 @@ def _profiled(state: State, verdicts: set[Verdict]) -> list[Attempt]:
     return [a for a in state.attempts.values() if a.job != TRAIN and a.verdict in verdicts]
 
 
-def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+def _plain_row(row: dict[Any, Any]) -> dict[str, Any]:
     """A table row for JSON: unknown numbers are null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else _plain(v) for k, v in row.items()}
 

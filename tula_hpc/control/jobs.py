@@ -48,9 +48,7 @@ class Jobs:
         count = len(self._journal.state().attempts)
         kind = "profile" if job != TRAIN else TRAIN
         nodes = candidates[0].num_nodes
-        folders = [
-            self._run.attempt(profile_job(c) if kind == "profile" else TRAIN, number_of[c]) for c in candidates
-        ]
+        folders = [self._run.attempt(profile_job(c) if kind == "profile" else TRAIN, number_of[c]) for c in candidates]
         return JobRequest(
             tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{count + 1}",
             attempts=tuple(folders),

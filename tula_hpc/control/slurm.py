@@ -22,8 +22,8 @@ from tula_hpc.ranks.job import run_attempt
 from tula_hpc.runs import AttemptFolder, RunFolder
 
 COMMAND_TIMEOUT_S = 120.0
-# sbatch itself waits and retries for up to about two minutes when the queue is full; ended earlier, its outcome is unknown
 SIGNAL_DELAY_S = 120
+"""How long before the end of its time a job is warned, so that a training can save."""
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _SCRUBBED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SACCT|SINFO|SCONTROL|SUBMITIT|PMI|PMIX)[A-Z0-9]*_")
 
@@ -81,13 +81,15 @@ def check_site(settings: Settings) -> list[str]:
     offered = "; ".join(f"{name}: {nodes} nodes, time limit {limit}" for name, (nodes, limit, _) in partitions.items())
     default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
     if cluster.partition is not None and cluster.partition not in partitions:
-        problems.append(f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}")
+        problems.append(
+            f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}"
+        )
     elif (name := cluster.partition or default) is not None:
         largest = max(c.num_nodes for c in settings.grid_candidates())
         if largest > partitions[name][0]:
             problems.append(
-                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {partitions[name][0]} nodes; lower "
-                f"grid.max_nodes or choose another cluster.partition ({offered})"
+                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {partitions[name][0]} nodes; "
+                f"lower grid.max_nodes or choose another cluster.partition ({offered})"
             )
     else:
         problems.append(f"cluster.partition is not set and this cluster has no default; set it to one of {offered}")
@@ -117,7 +119,9 @@ def _check_association(cluster: ClusterSettings) -> list[str]:
     services = sorted({name for row in rows for name in row[1].split(",") if name})
     problems = []
     if cluster.account is not None and cluster.account not in accounts:
-        problems.append(f"cluster.account is {cluster.account!r}; {user} may use {', '.join(accounts)} (sacctmgr show assoc)")
+        problems.append(
+            f"cluster.account is {cluster.account!r}; {user} may use {', '.join(accounts)} (sacctmgr show assoc)"
+        )
     if cluster.qos is not None and services and cluster.qos not in services:
         problems.append(f"cluster.qos is {cluster.qos!r}; {user} may use {', '.join(services)} (sacctmgr show assoc)")
     return problems
@@ -237,5 +241,3 @@ def _sentence(message: str) -> str:
     """Slurm's message without the name of the program and empty lines."""
     lines = [re.sub(r"^(sbatch|allocation failure)(: error)?: ", "", line.strip()) for line in message.splitlines()]
     return "; ".join(line for line in lines if line)
-
-

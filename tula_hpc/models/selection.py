@@ -224,7 +224,12 @@ def _why_not_fit(
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def select(table: pd.DataFrame, objective: Objective | str = Objective.TIME, tie_tolerance: float = 0.02) -> Selection:
+def select(
+    table: pd.DataFrame,
+    objective: Objective | str = Objective.TIME,
+    tie_tolerance: float = 0.02,
+    currency: str = "",
+) -> Selection:
     """Chooses a row of a candidate table.
 
     time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
@@ -236,6 +241,7 @@ def select(table: pd.DataFrame, objective: Objective | str = Objective.TIME, tie
         table: From `candidate_table`; the order of its rows does not matter.
         objective: `time`, `cost` or `knee`.
         tie_tolerance: Relative; 0 takes the exact minimum.
+        currency: Stands before the cost in the reason.
 
     Raises:
         NoFeasibleConfiguration: No row is feasible, or the cost of none is known.
@@ -268,7 +274,7 @@ def select(table: pd.DataFrame, objective: Objective | str = Objective.TIME, tie
         predicted=_numbers(row),
         interval={"train_time_s": [float(row["train_time_low_s"]), float(row["train_time_high_s"])]},
         alternatives=[_alternative(feasible, why, other) for why, other in [*others, *following]],
-        reason=_reason(row, detail, objective),
+        reason=_reason(row, detail, objective, currency),
         knee=knee,
     )
 
@@ -393,10 +399,12 @@ def _kneedle(x: Array, y: Array) -> float | None:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _reason(row: pd.Series, detail: str, objective: Objective) -> str:
+def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) -> str:
     sentences = [f"{_configuration(row)} would train in {_duration(row['train_time_s'])}"]
     sentences[0] += f" (between {_duration(row['train_time_low_s'])} and {_duration(row['train_time_high_s'])})"
-    sentences[0] += f" at a cost of {row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
+    sentences[0] += (
+        f" at a cost of {currency}{row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
+    )
     sentences.append(detail)
     if objective is Objective.COST:
         sentences.append("A fixed price per node usually picks the smallest cluster, since more nodes never pay back.")

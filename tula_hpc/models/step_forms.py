@@ -17,6 +17,9 @@ from scipy import optimize
 
 Array = NDArray[Any]
 
+LEAST_ALPHA = 0.01
+"""Share of the shortest measured step that the additive form always keeps as its constant."""
+
 ADDITIVE_NAMES = ("alpha", "beta", "s")
 OVERLAP_NAMES = ("alpha", "beta", "t0", "c_n", "lambda", "kappa", "c_r", "gamma")
 ALPHA, BETA, T0, C_N, LAMBDA, KAPPA, C_R, GAMMA = range(len(OVERLAP_NAMES))
@@ -67,14 +70,20 @@ def _additive_terms(ranks: Array, batch: Array, ring: bool) -> Array:
 
 
 def fit_additive(runs: Runs, ring: bool) -> Estimate:
-    """Least squares on the step time in seconds with parameters >= 0; the paper names no loss and no bounds."""
+    """Least squares on the step time in seconds with parameters >= 0; the paper names no loss and no bounds.
+
+    alpha keeps a hundredth of the shortest step, so that no prediction is 0 s.
+    """
     ranks, batch = runs.nodes * runs.gpus, runs.batch
     terms = _additive_terms(ranks, batch, ring)
     one_batch, one_cluster = len(set(batch)) == 1, len(set(ranks)) == 1
     free = [0] + [1] * (not one_batch) + [2] * (not one_cluster)
     scale = np.maximum(terms[:, free].max(axis=0), 1e-300)
     values = np.zeros(len(ADDITIVE_NAMES))
-    values[free] = optimize.nnls(terms[:, free] / scale, runs.step_s)[0] / scale
+    lowest = np.zeros(len(free))
+    lowest[0] = LEAST_ALPHA * runs.step_s.min()
+    bounds = (lowest * scale, np.inf)
+    values[free] = optimize.lsq_linear(terms[:, free] / scale, runs.step_s, bounds, method="bvls").x / scale
     notes = []
     if one_batch:
         values[0], values[1] = values[0] / 2, values[0] / 2 / batch[0]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tula_hpc.runs import sync_folder
+from tula_hpc.runs import replacing
 
 KEPT = 2
 
@@ -23,19 +21,9 @@ def save(folder: Path, samples: int, state: dict[str, Any]) -> Path:
         samples: Training samples seen so far, over all epochs and ranks.
         state: Tensors and plain values only, so that `weights_only=True` can read it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"samples-{samples:014d}.pt"
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".saving-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(folder)
+    with replacing(path) as file:
+        torch.save(state, file)
     for old in all_of(folder)[:-KEPT]:
         old.unlink(missing_ok=True)
     return path

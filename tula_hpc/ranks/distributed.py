@@ -50,7 +50,11 @@ def this_rank() -> Rank:
         if rank in os.environ:
             parts = [os.environ.get(name, "0") for name in launch]
             return Rank(
-                int(os.environ[rank]), int(os.environ[world_size]), int(os.environ[local_rank]), "-".join(parts), parts[0]
+                int(os.environ[rank]),
+                int(os.environ[world_size]),
+                int(os.environ[local_rank]),
+                "-".join(parts),
+                parts[0],
             )
     return Rank(0, 1, 0, f"pid-{os.getpid()}", f"pid-{os.getpid()}")
 
@@ -62,8 +66,8 @@ def pick_device(use_gpu: bool, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise TulaError(
-            f"cluster.gpus_per_node asks for GPUs and torch sees none on {socket.gethostname()}; check cluster.gpu_request, "
-            "the driver, and that this torch is built for CUDA"
+            f"cluster.gpus_per_node asks for GPUs and torch sees none on {socket.gethostname()}; check "
+            "cluster.gpu_request, the driver, and that this torch is built for CUDA"
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
@@ -114,7 +118,9 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TulaError(f"rank {me.rank} on {socket.gethostname()} waited {timeout.total_seconds():.0f} s for rank 0")
+            raise TulaError(
+                f"rank {me.rank} on {socket.gethostname()} waited {timeout.total_seconds():.0f} s for rank 0"
+            )
         time.sleep(0.1)
         os.listdir(path.parent)  # makes a network file system look again
     address = read_json(path)

@@ -1,6 +1,6 @@
 """What a rank does from start to end: who am I, is this attempt mine, do the work, say how it failed.
 
-Started by Slurm through submitit, which calls `run_attempt`, or on this machine as `python -m tula_hpc.ranks.job FOLDER`.
+Started by Slurm through submitit, which calls `run_attempt`, or here as `python -m tula_hpc.ranks.job FOLDER`.
 Importing this module does not load torch, because the controller names it when it submits.
 """
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from tula_hpc.ranks.distributed import Rank
 
 # How a lack of memory is reported by what does not raise torch's own error.
-_DEVICE_MEMORY = ("CUDA out of memory", "STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
+_DEVICE_MEMORY = (
+    "CUDA out of memory",
+    "STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",
+)
 _HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory")
 
 
@@ -115,8 +120,9 @@ def _work(attempt: AttemptFolder, request: dict, me: Rank) -> None:
     candidate = Candidate(request["num_nodes"], request["batch_per_rank"], request["gpus_per_node"])
     if me.world_size != candidate.world_size:
         raise TulaError(
-            f"the job was started with {me.world_size} ranks and needs {candidate.world_size}; check that the site gives "
-            f"{candidate.num_nodes} nodes with {candidate.gpus_per_node} tasks each (cluster.sbatch, cluster.srun_args)"
+            f"the job was started with {me.world_size} ranks and needs {candidate.world_size}; check that the site "
+            f"gives {candidate.num_nodes} nodes with {candidate.gpus_per_node} tasks each (cluster.sbatch, "
+            "cluster.srun_args)"
         )
     device = pick_device(settings.cluster.gpus_per_node > 0, me.local_rank)
     if device.type == "cpu":

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import Settings, software_versions
+from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.ranks import host_memory
@@ -27,7 +27,7 @@ from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_r
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.ranks.training import autocast, build_optimizer, loader_options
 from tula_hpc.ranks.workloads import build_dataset, build_model, call
-from tula_hpc.runs import AttemptFolder
+from tula_hpc.runs import AttemptFolder, software_versions
 
 GIB = 2**30
 FEWEST_STEPS = 3
@@ -60,7 +60,7 @@ class Clock:
 
 @dataclass
 class LastBucket:
-    """With a DDP communication hook that averages gradients as DDP does by itself and notes when the last bucket was ready.
+    """With a DDP hook that averages gradients as DDP does by itself and notes when the last bucket was ready.
 
     From then to the end of backward nothing is computed: that is the exposed part of the synchronisation.
     """
@@ -91,7 +91,9 @@ class Bench:
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = next(self.batches)
         if len(inputs) != self.batch_per_rank:
-            raise TulaError(f"the loader gave a batch of {len(inputs)}, not {self.batch_per_rank}; check workload.dataset")
+            raise TulaError(
+                f"the loader gave a batch of {len(inputs)}, not {self.batch_per_rank}; check workload.dataset"
+            )
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def step(self) -> tuple[Any, ...]:
@@ -185,7 +187,7 @@ def _build(
     last_bucket = LastBucket(clock)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, last_bucket.average)
-    sampler = DistributedSampler(dataset, me.world_size, me.rank, seed=settings.training.seed)
+    sampler: Any = DistributedSampler(dataset, me.world_size, me.rank, seed=settings.training.seed)
     loader = DataLoader(
         dataset, candidate.batch_per_rank, sampler=sampler, drop_last=True, **loader_options(settings, device)
     )
@@ -238,9 +240,7 @@ def _allreduce_seconds(gradient_bytes: int, device: torch.device, clock: Clock) 
     return statistics.median(clock.seconds(a, b) for a, b in points[1:])
 
 
-def _memory(
-    bench: Bench, gradient_bytes: int, batch_bytes: int, host_before: int, host_limit: float
-) -> dict[str, Any]:
+def _memory(bench: Bench, gradient_bytes: int, batch_bytes: int, host_before: int, host_limit: float) -> dict[str, Any]:
     """Peak memory of this rank, GiB, in the parts of Eq. (3); on a GPU device memory, on a CPU the resident set.
 
     Activations are what is left of the peak after the parts that can be counted; `other` is what no tensor accounts

@@ -1,7 +1,7 @@
 """The timing file: what each rank of a profiling job writes, and how all of them become one checked row.
 
-`rank-0003.csv` holds a row per timed step, seconds; `rank-0003.json` says who measured it, with what, how much memory it
-took, and ends the record: it is written last and names the length and hash of the CSV. A point counts only when all
+`rank-0003.csv` holds a row per timed step, seconds; `rank-0003.json` says who measured it, with what, how much memory
+it took, and ends the record: it is written last and names the length and hash of the CSV. A point counts only when all
 ranks' files are there, whole, of the same attempt, and their numbers make sense.
 """
 
@@ -55,7 +55,9 @@ def read_rank(attempt: AttemptFolder, rank: int) -> tuple[list[dict[str, float]]
     except FileNotFoundError:
         raise RecordError(f"{path} is missing") from None
     if not meta.get("complete") or hashlib.sha256(text.encode()).hexdigest() != meta.get("csv_sha256"):
-        raise RecordError(f"{path} is not the file that {attempt.rank_json(rank).name} speaks of; it is torn or was changed")
+        raise RecordError(
+            f"{path} is not the file that {attempt.rank_json(rank).name} speaks of; it is torn or was changed"
+        )
     if meta["attempt"] != attempt.number or meta["rank"] != rank:
         raise RecordError(f"{path} is of attempt {meta['attempt']}, rank {meta['rank']}; it lies in the wrong place")
     rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(io.StringIO(text))]

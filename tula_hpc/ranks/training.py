@@ -1,9 +1,10 @@
-"""The training loop: distributed data parallel, resumable in the middle of an epoch, top-1 and top-5 exactly counted."""
+"""The training loop: data parallel, resumable in the middle of an epoch, top-1 and top-5 exactly counted."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import MethodKind, Precision, Settings
@@ -19,7 +20,7 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks import checkpoints
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
-from tula_hpc.ranks.workloads import build_dataset, build_model, call
+from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_model, call
 from tula_hpc.runs import RunFolder, write_json, write_text
 
 PROGRESS_EVERY_S = 2.0
@@ -32,7 +33,12 @@ class TimeIsUp(Exception):
 
 
 def train(
-    settings: Settings, candidate: Candidate, me: Rank, run: RunFolder, device: torch.device, time_is_up: threading.Event
+    settings: Settings,
+    candidate: Candidate,
+    me: Rank,
+    run: RunFolder,
+    device: torch.device,
+    time_is_up: threading.Event,
 ) -> None:
     """Train at `candidate` from the newest checkpoint, or from the start; leaves `train/result.json`.
 
@@ -47,6 +53,7 @@ def train(
     hyper = settings.training
     loss_fn = call(settings.workload.loss)
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
+    num_samples = len(train_set)
     model = replicate(build_model(settings), device)
     if hyper.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -79,7 +86,7 @@ def train(
         for inputs, targets in loader:
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             lr = hyper.lr * lr_factor(
-                epoch + samples_in_epoch / len(train_set),
+                epoch + samples_in_epoch / num_samples,
                 warmup_epochs=hyper.warmup_epochs,
                 milestones=hyper.milestones,
                 decay=hyper.lr_decay,
@@ -92,7 +99,11 @@ def train(
             loss.backward()
             left_after = sampler.num_samples - samples_in_epoch // me.world_size - len(inputs)
             last_full_batch = len(inputs) == candidate.batch_per_rank and left_after < candidate.batch_per_rank
-            if isinstance(optimizer, TulaOptimizer) and last_full_batch and (epoch + 1) % settings.method.refresh_epochs == 0:
+            if (
+                isinstance(optimizer, TulaOptimizer)
+                and last_full_batch
+                and (epoch + 1) % settings.method.refresh_epochs == 0
+            ):
                 with autocast(hyper.precision, device):
                     optimizer.refresh(model, loss_fn, inputs, targets)
             optimizer.step()
@@ -100,26 +111,28 @@ def train(
 
             with torch.no_grad():
                 correct = (outputs.argmax(1) == targets).sum()
-                sums += torch.stack([loss.detach().float() * len(targets), correct.float(), sums.new_tensor(len(targets))])
-            samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, len(train_set))
+                sums += torch.stack(
+                    [loss.detach().float() * len(targets), correct.float(), sums.new_tensor(len(targets))]
+                )
+            samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, num_samples)
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
                 timed_since, steps = _now(device), 0
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
-                _write_progress(run, settings, candidate, epoch, samples_in_epoch, len(train_set))
+                _write_progress(run, settings, candidate, epoch, samples_in_epoch, num_samples)
             if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
                 saved_at = time.monotonic()
-                _save(run, epoch, samples_in_epoch, len(train_set), candidate, model, optimizer)
+                _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
             if me.is_first and time_is_up.is_set():
-                _save(run, epoch, samples_in_epoch, len(train_set), candidate, model, optimizer)
+                _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
                 raise TimeIsUp("the time limit is near; a checkpoint was written")
 
         trained_at = _now(device)
         loss_sum, correct_sum, count = sum_over_ranks(sums).tolist()
         line = {
             "epoch": epoch + 1,
-            "samples": (epoch + 1) * len(train_set),
+            "samples": (epoch + 1) * num_samples,
             "lr": lr,
             "train_loss": loss_sum / max(1.0, count),
             "train_top1": 100 * correct_sum / max(1.0, count),
@@ -136,8 +149,8 @@ def train(
         if me.is_first:
             _append_metrics(run, line)
             _draw(writer, line)
-            _save(run, epoch + 1, 0, len(train_set), candidate, model, optimizer)
-            _write_progress(run, settings, candidate, epoch + 1, 0, len(train_set))
+            _save(run, epoch + 1, 0, num_samples, candidate, model, optimizer)
+            _write_progress(run, settings, candidate, epoch + 1, 0, num_samples)
             saved_at = time.monotonic()
 
     if me.is_first:
@@ -201,7 +214,7 @@ class RemainingSampler(DistributedSampler):
 
 @torch.no_grad()
 def evaluate(
-    settings: Settings, model: torch.nn.Module, loss_fn: Any, test_set: Dataset, me: Rank, device: torch.device
+    settings: Settings, model: torch.nn.Module, loss_fn: Any, test_set: SizedDataset, me: Rank, device: torch.device
 ) -> dict[str, float]:
     """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks."""
     module = inner_module(model)
@@ -209,7 +222,7 @@ def evaluate(
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
     module.eval()
-    mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))  # type: ignore[arg-type]
+    mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))
     loader = DataLoader(mine, settings.training.eval_batch_per_rank, **loader_options(settings, device))
     sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x samples, top-1, top-5, samples
     for inputs, targets in loader:
@@ -271,12 +284,16 @@ def _write_progress(
 ) -> None:
     samples, total = epoch * epoch_samples + samples_in_epoch, settings.training.epochs * epoch_samples
     now = time.time()
-    write_json(run.progress, {"samples": samples, "of_samples": total, "global_batch": candidate.global_batch, "time": now})
+    write_json(
+        run.progress, {"samples": samples, "of_samples": total, "global_batch": candidate.global_batch, "time": now}
+    )
 
 
 def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, began: float) -> None:
     """The manifest of the whole training, written last."""
     lines = run.read_metrics()
+    # an earlier attempt may have trained with a larger batch, or on other nodes
+    same = [x for x in lines if (x["global_batch"], x["num_nodes"]) == (candidate.global_batch, candidate.num_nodes)]
     best = max(lines, key=lambda line: line["test_top1"])
     write_json(
         run.train_result,
@@ -291,7 +308,7 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "train_top1": lines[-1]["train_top1"],
             "best_test_top1": best["test_top1"],
             "best_epoch": best["epoch"],
-            "step_time_s": sorted(line["step_time_s"] for line in lines)[len(lines) // 2],
+            "step_time_s": statistics.median(line["step_time_s"] for line in same or lines),
             "train_s": sum(line["epoch_s"] for line in lines),
             "last_attempt_s": time.time() - began,
         },

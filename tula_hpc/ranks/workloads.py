@@ -10,7 +10,7 @@ import gzip
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -18,6 +18,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from tula_hpc import imports
 from tula_hpc.config import DataKind, Settings, from_plain
 from tula_hpc.errors import TulaError
+
+
+class SizedDataset(Protocol):
+    """A map-style data set that knows its length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def call(node: dict[str, Any], **more: Any) -> Any:
@@ -32,7 +40,7 @@ def build_model(settings: Settings) -> torch.nn.Module:
     return call(settings.workload.model)
 
 
-def build_dataset(settings: Settings, train: bool) -> Dataset:
+def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     """The training or test set, cut to `data.train_samples` or `data.test_samples`.
 
     Raises:

@@ -1,0 +1,216 @@
+"""The command line as a user meets it: real processes on this machine, no Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.config import Settings
+from tula_hpc.runs import RunFolder, read_json
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def smallest(tiny_overrides: list[str]) -> list[str]:
+    """Overrides of a run with a single candidate."""
+    one = ["grid.max_nodes=1", "grid.max_batch_per_rank=32", "grid.min_batch_per_rank=32", "training.epochs=1"]
+    return [*tiny_overrides, *one]
+
+
+def tula(folder: Path, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tula_hpc", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+def finished_run(answer: subprocess.CompletedProcess[str]) -> RunFolder:
+    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
+    last = answer.stdout.strip().splitlines()[-1]
+    assert last.startswith("run folder: ")
+    return RunFolder(Path(last.removeprefix("run folder: ")))
+
+
+def test_the_quickstart_reaches_its_accuracy_and_is_not_repeated(tmp_path: Path):
+    """`python -m tula_hpc` alone measures, chooses, trains to at least 97 % and reports; again, it only shows that."""
+    answer = tula(tmp_path)
+    run = finished_run(answer)
+    assert read_json(run.train_result)["test_top1"] >= 97
+    assert {p["num_nodes"] for p in read_json(run.fit)["points"]} == {1, 2}
+    assert len(read_json(run.fit)["points"]) == 8
+    assert run.report.exists()
+    assert sorted(p.suffix for p in run.plots.iterdir())[0] == ".png"
+    for words in ("candidates", "<- chosen", "chosen by knee", "predicted"):
+        assert words in answer.stdout
+    events = sorted(run.journal.iterdir())
+    assert finished_run(tula(tmp_path, timeout_s=30)) == run
+    assert sorted(run.journal.iterdir()) == events
+
+
+def test_measurements_serve_another_objective(tmp_path: Path, smallest: list[str]):
+    """Asking for another objective takes over what was measured and submits no profiling job."""
+    first = finished_run(tula(tmp_path, *smallest))
+    answer = tula(tmp_path, *smallest, "objective=cost")
+    second = finished_run(answer)
+    assert second != first
+    assert "1 measurements taken over" in answer.stdout
+    assert not any("profile on" in line for line in answer.stdout.splitlines())
+
+
+def test_status_and_report_speak_of_a_run(tmp_path: Path, smallest: list[str]):
+    """A finished run can be asked for and its report written again, by the beginning of its name."""
+    run = finished_run(tula(tmp_path, *smallest))
+    status = tula(tmp_path, "status", run.path.name[:12])
+    assert status.returncode == 0
+    for words in ("profile/n001-b00032 attempt 1", "success", "trained: yes", str(run.path)):
+        assert words in status.stdout
+    run.report.unlink()
+    assert tula(tmp_path, "report", str(run.path)).returncode == 0
+    assert run.report.exists()
+
+
+def test_a_sweep_runs_every_value_and_survives_a_failing_one(tmp_path: Path, smallest: list[str]):
+    """Multirun makes one run a value; one that cannot work does not end the others."""
+    answer = tula(tmp_path, "-m", *smallest, "training.lr=0.1,-1,0.2")
+    assert answer.returncode == 1
+    assert answer.stdout.count("run folder: ") == 2
+    assert "training.lr is -1" in answer.stderr
+
+
+def test_a_model_that_fails_is_shown_with_its_own_error(tmp_path: Path, smallest: list[str]):
+    """A bug in the user's model ends the run with that error and the way to its logs, without our traceback."""
+    (tmp_path / "mine.py").write_text("def net(**_):\n    raise ValueError('my own bug')\n")
+    answer = tula(tmp_path, *smallest, "workload.model._target_=mine.net")
+    assert answer.returncode == 1
+    assert "ValueError: my own bug" in answer.stderr
+    assert "profile" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_two_controllers_do_not_share_a_run(tmp_path: Path, smallest: list[str]):
+    """A second command on a run that is being worked on leaves and says so."""
+    import fcntl
+
+    run = finished_run(tula(tmp_path, *smallest))
+    run.report.unlink()
+    with (run.path / "controller.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        answer = tula(tmp_path, *smallest)
+    assert answer.returncode == 1
+    assert "another tula_hpc already works on" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stat"], "there are plan, status"),
+        (["status"], "status RUN"),
+        (["status", "nothing"], "is not a run folder"),
+        (["settings", "grit"], "no setting begins with"),
+        (["grid.max_node=3"], "did you mean grid.max_nodes"),
+        (["--config-dir", "nowhere"], "not a folder"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_one_message(tmp_path: Path, arguments: list[str], words: str):
+    """Users' mistakes end with a sentence and no traceback, and leave nothing behind."""
+    answer = tula(tmp_path, *arguments)
+    assert answer.returncode in (1, 2)
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_every_command_and_every_choice(tmp_path: Path):
+    """--help names the commands, the groups and the experiments; `settings` the keys with their meaning."""
+    shown = tula(tmp_path, "--help").stdout
+    for words in ("plan", "status RUN", "report RUN", "settings", "resnet50_imagenet", "--config-dir", "pricing"):
+        assert words in shown
+    assert "grid.min_global_batch = 32   Smallest batch over all ranks" in tula(tmp_path, "settings", "grid").stdout
+
+
+def test_plan_without_slurm_submits_nothing(tmp_path: Path, smallest: list[str]):
+    """The plan of a local run names candidates, node-hours and cost, and leaves no trace."""
+    answer = tula(tmp_path, "plan", *smallest)
+    assert answer.returncode == 0
+    for words in ("1 candidates", "node-hours", "$", "nothing was submitted"):
+        assert words in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("experiment", "size"),
+    [("resnet50_imagenet", 32), ("vgg11_cifar100", 32), ("alexnet_caltech101", 64), ("mobilenetv3_caltech256", 32)],
+)
+def test_each_experiment_of_the_paper_completes_the_loop(tmp_path: Path, experiment: str, size: int):
+    """With synthetic data of a small size every experiment goes from profiling to a report."""
+    run = finished_run(
+        tula(
+            tmp_path,
+            f"+experiment={experiment}",
+            "cluster=local",
+            "data=synthetic",
+            f"workload.input_shape=[3,{size},{size}]",
+            "data.train_samples=32",
+            "data.test_samples=10",
+            "grid={min_nodes: 2, max_nodes: 2, min_global_batch: 4, min_batch_per_rank: 2, max_batch_per_rank: 4}",
+            "search={warmup_steps: 1, timed_steps: 3, compute_steps: 3}",
+            "training.epochs=1",
+            "method.small_batch=4",
+        )
+    )
+    assert read_json(run.selection)["global_batch"] == read_json(run.train_result)["global_batch"]
+    assert run.report.exists()
+
+
+def readme_block(start: str) -> str:
+    """The code block of the README whose first line begins with `start`."""
+    blocks = re.findall(
+        r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    (block,) = [b for b in blocks if b.startswith(start)]
+    return block
+
+
+def test_bring_your_own_as_the_readme_says(tmp_path: Path):
+    """The README's example of a model, data set and loss of one's own works as printed."""
+    (tmp_path / "mine.py").write_text(readme_block("# mine.py"))
+    for name, start in (("workload", "# conf/workload/spirals.yaml"), ("experiment", "# @package _global_")):
+        (tmp_path / "conf" / name).mkdir(parents=True)
+        (tmp_path / "conf" / name / "spirals.yaml").write_text(readme_block(start))
+    command = readme_block("python -m tula_hpc --config-dir").split()[3:]
+    run = finished_run(tula(tmp_path, *command, "cluster=local"))
+    assert read_json(run.train_result)["test_top1"] > 80
+
+
+def test_data_that_is_missing_is_not_looked_for_in_a_job(tmp_path: Path):
+    """Missing data is told before anything is submitted, with the three ways out."""
+    answer = tula(tmp_path, "+experiment=vgg11_cifar100", "cluster=local", "data.root=/nowhere")
+    assert answer.returncode == 2
+    for words in ("/nowhere", "data.root", "data.download=true", "data=synthetic"):
+        assert words in answer.stderr
+
+
+def test_the_wheel_holds_the_configuration(tmp_path: Path, tiny_settings: Callable[..., Settings]):
+    """What `pip install` brings without the repository has conf/ inside and composes from there."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        assert f"tula_hpc/{file.relative_to(ROOT)}" in names
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = (
+        "from tula_hpc.config import conf_dir; from tula_hpc.composition import compose; "
+        "print(conf_dir(), compose(['+experiment=quickstart']).name)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert answer.stdout.split() == [str(tmp_path / "site" / "tula_hpc" / "conf"), "quickstart"], answer.stderr
