@@ -281,7 +281,7 @@ def _run_argument(verb: str, arguments: list[str]) -> RunFolder:
 
 
 def _settings(arguments: list[str], display: Display) -> None:
-        from tula_hpc.composition import describe_settings
+    from tula_hpc.composition import describe_settings
 
     prefix = arguments[0] if arguments else ""
     lines = [line for line in describe_settings() if line.startswith(prefix)]
