@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import threading
 import time
@@ -275,6 +276,8 @@ def _keep_metrics_before(run: RunFolder, first_epoch: int) -> None:
 
 
 def _append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
+    """Add a line; what is not a number (a diverged loss, a norm before the first step) becomes null, as JSON wants."""
+    line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     with run.metrics.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -10,7 +10,7 @@ import gzip
 import math
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -20,12 +20,11 @@ from tula_hpc.config import DataKind, Settings, from_plain
 from tula_hpc.errors import TulaError
 
 
-class SizedDataset(Protocol):
-    """A map-style data set that knows its length."""
+class SizedDataset(Dataset[Any]):
+    """What torch's type lacks: a map-style data set knows its length."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
 
 def call(node: dict[str, Any], **more: Any) -> Any:
@@ -57,13 +56,13 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
             f"workload.{part} is {wanted} and the data set holds {len(dataset)}; set workload.{part}={len(dataset)}"
         )
     if len(dataset) == wanted:
-        return dataset
+        return cast(SizedDataset, dataset)
     # a fixed draw, not the first ones: many data sets are sorted by class
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
-    return Subset(dataset, order[:wanted].tolist())
+    return cast(SizedDataset, Subset(dataset, order[:wanted].tolist()))
 
 
-class SyntheticImages(Dataset):
+class SyntheticImages(SizedDataset):
     """Random inputs of the true shape; each class has its own mean pattern, so that a model can learn something.
 
     Samples repeat after a pool of at most 256 MiB: making noise for every sample would be measured as loading time.
