@@ -259,7 +259,8 @@ class TrainingSettings:
     precision: Precision = Precision.fp32
     channels_last: bool = False
     seed: int = 0
-    eval_batch_per_rank: int = 256
+    eval_batch_per_rank: int | None = None
+    """Batch of the evaluation. Null: the training's batch, which is known to fit."""
     checkpoint_every_min: float = no_result(10.0)
     """Minutes between two checkpoints inside an epoch; one is always written at the end of an epoch."""
     max_relaunches: int = no_result(4)

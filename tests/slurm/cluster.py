@@ -33,6 +33,7 @@ BRIDGE = "tula-br0"
 HOSTS_FILE = Path("/etc/hosts")
 HOSTS_MARK = "# throw-away Slurm of the tula_hpc tests"
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_PARENT = CGROUP_ROOT / "system.slice"  # Slurm insists on it for version 2, also where there is no systemd
 RECORD_FOLDER = Path("/run/tula-throwaway-slurm")  # fixed, so that a later process finds what a crashed one left behind
 CONTROLLER_PORT, ACCOUNTING_PORT, NODE_PORT = 16817, 16819, 16818
 
@@ -48,6 +49,7 @@ PROGRAMS = {  # program: the Debian package that brings it
     "munged": "munge",
     "ip": "iproute2",
     "tc": "iproute2",
+    "ss": "iproute2",
     "nsenter": "util-linux",
 }
 ACCOUNTING_PROGRAMS = {
@@ -178,6 +180,8 @@ class ThrowawaySlurm:
             undo.callback(_remove_cluster)
             self.folder = Path(tempfile.mkdtemp(prefix="tula-slurm-"))
             _write_record(self.folder, by_hand)
+            if _cgroup_plugin() == "cgroup/v2":
+                _open_cgroups()
             for name in ("etc", "state", "spool", "log", "run", "database"):
                 (self.folder / name).mkdir()
             self._start_munge()
@@ -190,6 +194,8 @@ class ThrowawaySlurm:
             self.start_controller()
             for node in self.node_names:
                 self._start_node(node)
+            for node in self.node_names:
+                self._wait_answer(node)
             self.wait_idle(30)
             self._undo = undo.pop_all()
 
@@ -285,8 +291,7 @@ class ThrowawaySlurm:
         self.run("ip", "link", "set", self._link(node), "up")
         if self._pid(node) is None:
             self._start_node(node)
-        address = (self.settings.address(node), NODE_PORT)
-        self._wait(lambda: _accepts(socket.AF_INET, address), 20, f"host {node} to answer", node)
+        self._wait_answer(node)
         self._wait(lambda: self.node_states().get(node) in USABLE_STATES, 40, f"host {node} to be used again", node)
 
     def freeze_controller(self) -> None:
@@ -311,10 +316,9 @@ class ThrowawaySlurm:
         self._stop_daemon(ACCOUNTING)
 
     def start_accounting(self) -> None:
-        """Start the accounting daemon, or start it again, and wait until sacctmgr is answered."""
+        """Start the accounting daemon, or start it again, and wait until it can be asked."""
         self._start_daemon(ACCOUNTING, "slurmdbd", "-D")
-        address = (self.settings.login_address, ACCOUNTING_PORT)
-        self._wait(lambda: _accepts(socket.AF_INET, address), 20, "the accounting daemon to answer", ACCOUNTING)
+        self._wait(lambda: self._listens(f":{ACCOUNTING_PORT}"), 20, "the accounting daemon to answer", ACCOUNTING)
 
     def heal(self) -> None:
         """Undo whatever of the above a test left undone; where there is nothing, this takes milliseconds."""
@@ -391,13 +395,21 @@ class ThrowawaySlurm:
         grant.write_text("".join(f"{statement};\n" for statement in statements))  # must stand one to a line
         private = (f"--socket={socket_file}", "--skip-networking", f"--init-file={grant}")
         self._start_daemon(DATABASE, "mariadbd", *small, *private)
-        self._wait(lambda: _accepts(socket.AF_UNIX, str(socket_file)), 30, "the data base to answer", DATABASE)
+        self._wait(lambda: self._listens(str(socket_file)), 30, "the data base to answer", DATABASE)
 
     def _start_node(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         # nsenter and not "ip netns exec": the latter hides the cgroup mounts, without which slurmd refuses to start
         enter = ("nsenter", f"--net=/run/netns/{node}", "unshare", "--uts")
-        self._start_daemon(node, *enter, "sh", "-c", 'hostname "$0" && exec slurmd -D -N "$0"', node)
+        become_node = 'hostname "$0" && exec slurmd -D -N "$0"'
+        if _cgroup_plugin() == "cgroup/v2":
+            group = CGROUP_PARENT / node  # of its own, because in the root group slurmd sees no limit of swap
+            group.mkdir(exist_ok=True)
+            become_node = f"echo $$ > {group}/cgroup.procs && {become_node}"
+        self._start_daemon(node, *enter, "sh", "-c", become_node, node)
+
+    def _wait_answer(self, node: str) -> None:
+        self._wait(lambda: self._listens(f":{NODE_PORT}", node), 20, f"host {node} to answer", node)
 
     def _link(self, node: str) -> str:
         return NODE_LINK_PREFIX + node.removeprefix(NODE_PREFIX)
@@ -409,7 +421,13 @@ class ThrowawaySlurm:
         environment = _environment() | self.env | {"MYSQL_UNIX_PORT": str(self.folder / "database" / "socket")}
         with open(self.folder / "log" / f"{name}.out", "ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
             )
         (self.folder / "run" / f"{name}.pid").write_text(f"{process.pid}\n")
         self._processes[name] = process
@@ -442,6 +460,11 @@ class ThrowawaySlurm:
 
         wait_until(check, timeout_s, what, self.logs_tail)
 
+    def _listens(self, socket_name: str, node: str | None = None) -> bool:
+        """Whether something listens there; asked of the kernel, since a trial connection fills the daemons' logs."""
+        where = ("-N", node) if node else ()
+        return any(word.endswith(socket_name) for word in self.run("ss", *where, "-Hlntx").split())
+
     def _answers(self, *command: str) -> bool:
         return subprocess.run(command, capture_output=True, env=_environment() | self.env).returncode == 0
 
@@ -452,7 +475,6 @@ class ThrowawaySlurm:
 
 
 def _slurm_conf(settings: SlurmSettings, folder: Path) -> str:
-    # Slurm's own pid files are called .lock, because a daemon empties its file before it writes to it
     # job ids never repeat from one cluster to the next, so no folder and no cache can mistake an old job for a new one
     first_job_id = int(time.time() * 10) % 50_000_000 + 1
     size = f"CPUs={settings.cpus_per_node} RealMemory={settings.memory_mib_per_node} State=UNKNOWN"
@@ -476,6 +498,7 @@ AuthType=auth/munge
 AuthInfo=cred_expire={settings.requeue_wait_s}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
+# not our .pid files: a daemon empties its file before it writes to it
 SlurmctldPidFile={folder}/run/{CONTROLLER}.lock
 SlurmdPidFile={folder}/run/%n.lock
 SlurmctldLogFile={folder}/log/{CONTROLLER}.log
@@ -525,19 +548,35 @@ def _cgroup_plugin() -> str:
     """Slurm's name for this machine's kind of cgroups; raises if neither kind can hold jobs to their memory."""
     if all(os.access(CGROUP_ROOT / controller, os.W_OK) for controller in ("memory", "freezer")):
         return "cgroup/v1"
-    controllers = CGROUP_ROOT / "cgroup.controllers"
-    if controllers.exists() and "memory" in controllers.read_text().split() and os.access(CGROUP_ROOT, os.W_OK):
-        return "cgroup/v2"
+    if os.access(CGROUP_ROOT, os.W_OK) and "memory" in _words(CGROUP_ROOT / "cgroup.controllers"):
+        # in a container this is rarely the real root, and there groups with processes cannot hand controllers down
+        is_real_root = not (CGROUP_ROOT / "cgroup.type").exists()
+        if is_real_root or "memory" in _words(CGROUP_ROOT / "cgroup.subtree_control"):
+            return "cgroup/v2"
     raise SlurmClusterError(
         f"a throw-away Slurm needs cgroups to hold jobs to their memory: {CGROUP_ROOT} offers neither writable memory "
-        "and freezer hierarchies (version 1) nor a writable root with the memory controller (version 2)"
+        "and freezer hierarchies (version 1) nor a writable root that hands down the memory controller (version 2)"
     )
+
+
+def _open_cgroups() -> None:
+    """What systemd does where it runs: without it Slurm finds no memory controller in version 2."""
+    CGROUP_PARENT.mkdir(exist_ok=True)
+    for folder in (CGROUP_ROOT, CGROUP_PARENT):
+        # pids only because Slurm 22.05 overlooks the last controller in the kernel's list, which would be memory
+        for controller in {"memory", "pids"} - _words(folder / "cgroup.subtree_control"):
+            (folder / "cgroup.subtree_control").write_text(f"+{controller}")
+
+
+def _words(file: Path) -> set[str]:
+    return set(file.read_text().split()) if file.exists() else set()
 
 
 def _cgroup_conf() -> str:
     lines = [f"CgroupPlugin={_cgroup_plugin()}", "ConstrainRAMSpace=yes"]
     if _cgroup_plugin() == "cgroup/v2":
-        lines.append("IgnoreSystemd=yes")  # systemd would place all hosts of this one machine into one scope
+        # without systemd's help, which would want all hosts of this one machine to be one
+        lines += ["IgnoreSystemd=yes"]
     if _cgroup_plugin() == "cgroup/v2" or (CGROUP_ROOT / "memory" / "memory.memsw.limit_in_bytes").exists():
         lines += ["ConstrainSwapSpace=yes", "AllowedSwapSpace=0"]  # else a job over its limit swaps and lives on
     return "\n".join([*lines, ""])
@@ -656,7 +695,7 @@ def _kill_namespace(node: str) -> None:
 
 def _remove_cgroups() -> None:
     """A killed slurmd leaves its groups, and they can only go once the kernel has buried their processes."""
-    found = [*CGROUP_ROOT.glob(f"*/slurm_{NODE_PREFIX}*"), *CGROUP_ROOT.glob(f"*/{NODE_PREFIX}*_slurmstepd.scope")]
+    found = [*CGROUP_ROOT.glob(f"*/slurm_{NODE_PREFIX}*"), *CGROUP_PARENT.glob(f"{NODE_PREFIX}*")]
 
     def removed() -> bool:
         for top in found:
@@ -674,12 +713,6 @@ def _hosts_without_ours() -> str:
 
 def _host_name() -> str:
     return socket.gethostname().split(".")[0]
-
-
-def _accepts(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
-    with socket.socket(family) as connection:
-        connection.settimeout(1)
-        return connection.connect_ex(address) == 0
 
 
 def _path() -> str:

@@ -25,11 +25,10 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.ranks import host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.ranks.training import autocast, build_optimizer, loader_options
+from tula_hpc.ranks.training import GIB, autocast, build_optimizer, loader_options, peak_memory_bytes
 from tula_hpc.ranks.workloads import build_dataset, build_model, call
 from tula_hpc.runs import AttemptFolder, software_versions
 
-GIB = 2**30
 FEWEST_STEPS = 3
 
 
@@ -142,9 +141,9 @@ def profile(
         clock.finish()
         last_step_s = time.perf_counter() - began
     timed_steps, compute_steps = _affordable_steps(settings, last_step_s, device)
+    _refresh_once(bench)
 
     points = [bench.step() for _ in range(timed_steps)]
-    _refresh_once(bench)
     compute_points = [bench.compute_step() for _ in range(compute_steps + 1)][1:]
     clock.finish()
     gradient_bytes = sum(p.numel() * p.element_size() for p in bench.model.parameters() if p.requires_grad)
@@ -214,7 +213,8 @@ def _affordable_steps(settings: Settings, step_s: float, device: torch.device) -
 
 
 def _refresh_once(bench: Bench) -> None:
-    """Measure AGS's scales once, as training does at the end of an epoch, so that its memory is part of the peak."""
+    """Measure AGS's scales once, as training does at the end of an epoch: its memory is then part of the peak, and the
+    timed steps scale their gradients as most of training does."""
     if not isinstance(bench.optimizer, TulaOptimizer):
         return
     inputs, targets = bench.next_batch()
@@ -255,13 +255,13 @@ def _memory(bench: Bench, gradient_bytes: int, batch_bytes: int, host_before: in
     if bench.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
-        outside = max(0, total - free - torch.cuda.memory_reserved())
-        used, other, limit = reserved + outside, reserved + outside - peak, float(total)
+        used = peak_memory_bytes(bench.device)
+        other, limit = used - peak, float(total)
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        reserved = torch.cuda.max_memory_reserved()
         extra = {"allocated_gib": peak / GIB, "reserved_gib": reserved / GIB, "device_used_gib": (total - free) / GIB}
     else:
-        used, other, limit = host_memory.peak_resident_bytes(), host_before, host_limit
+        used, other, limit = peak_memory_bytes(bench.device), host_before, host_limit
         peak = used - host_before
     counted = parameter_bytes + gradient_bytes + optimizer_bytes + batch_bytes
     parts = {

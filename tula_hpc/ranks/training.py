@@ -19,11 +19,12 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import MethodKind, Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
-from tula_hpc.ranks import checkpoints
+from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_model, call
 from tula_hpc.runs import RunFolder, write_json, write_text
 
+GIB = 2**30
 PROGRESS_EVERY_S = 2.0
 FIRST_STEPS = 5
 """Steps of a process that say nothing about the others: memory is claimed and kernels are chosen in them."""
@@ -55,6 +56,7 @@ def train(
     loss_fn = call(settings.workload.loss)
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
     num_samples = len(train_set)
+    eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
     model = replicate(build_model(settings), device)
     if hyper.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -80,11 +82,13 @@ def train(
         sampler.set_epoch(epoch)
         sampler.skip = samples_in_epoch // me.world_size
         model.train()
-        sums = torch.zeros(3, device=device)  # loss x samples, correct, samples
-        epoch_began = timed_since = time.monotonic()
-        steps = 0
+        sums = torch.zeros(2, device=device)  # loss x samples, correct
+        epoch_began = timed_since = waiting_since = time.monotonic()
+        samples_here = steps = 0
+        data_wait_s = 0.0
         lr = hyper.lr
         for inputs, targets in loader:
+            data_wait_s += time.monotonic() - waiting_since
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             lr = hyper.lr * lr_factor(
                 epoch + samples_in_epoch / num_samples,
@@ -110,15 +114,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-            with torch.no_grad():
+            with torch.no_grad():  # stays on the device: reading a number would make the host wait for it
                 correct = (outputs.argmax(1) == targets).sum()
-                sums += torch.stack(
-                    [loss.detach().float() * len(targets), correct.float(), sums.new_tensor(len(targets))]
-                )
+                sums += torch.stack([loss.detach().float() * len(targets), correct.float()])
+            samples_here += len(targets)
             samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, num_samples)
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
-                timed_since, steps = _now(device), 0
+                timed_since, steps, data_wait_s = _now(device), 0, 0.0
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
                 _write_progress(run, settings, candidate, epoch, samples_in_epoch, num_samples)
@@ -128,20 +131,26 @@ def train(
             if me.is_first and time_is_up.is_set():
                 _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
                 raise TimeIsUp("the time limit is near; a checkpoint was written")
+            waiting_since = time.monotonic()
 
         trained_at = _now(device)
-        loss_sum, correct_sum, count = sum_over_ranks(sums).tolist()
+        loss_sum, correct_sum, count = sum_over_ranks(torch.cat([sums, sums.new_tensor([samples_here])])).tolist()
+        memory_gib = torch.tensor([peak_memory_bytes(device) / GIB], device=device)
+        if dist.is_initialized():
+            dist.all_reduce(memory_gib, op=dist.ReduceOp.MAX)
         line = {
             "epoch": epoch + 1,
             "samples": (epoch + 1) * num_samples,
             "lr": lr,
             "train_loss": loss_sum / max(1.0, count),
             "train_top1": 100 * correct_sum / max(1.0, count),
-            **evaluate(settings, model, loss_fn, test_set, me, device),
+            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device),
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
             "num_nodes": candidate.num_nodes,
             "step_time_s": (trained_at - timed_since) / max(1, steps),
+            "data_wait_s": data_wait_s / max(1, steps),
+            "memory_gib": float(memory_gib),
             "train_s": trained_at - epoch_began,
             "epoch_s": time.monotonic() - epoch_began,
             **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
@@ -158,6 +167,16 @@ def train(
         if writer is not None:
             writer.close()
         _write_result(run, settings, candidate, began)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has taken: on a GPU what the allocator reserved and what lies outside it (context, NCCL),
+    on a CPU the resident set."""
+    if device.type != "cuda":
+        return host_memory.peak_resident_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    return torch.cuda.max_memory_reserved(device) + outside
 
 
 def _now(device: torch.device) -> float:
@@ -215,7 +234,13 @@ class RemainingSampler(DistributedSampler):
 
 @torch.no_grad()
 def evaluate(
-    settings: Settings, model: torch.nn.Module, loss_fn: Any, test_set: SizedDataset, me: Rank, device: torch.device
+    settings: Settings,
+    model: torch.nn.Module,
+    loss_fn: Any,
+    test_set: SizedDataset,
+    batch_per_rank: int,
+    me: Rank,
+    device: torch.device,
 ) -> dict[str, float]:
     """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks."""
     module = inner_module(model)
@@ -224,7 +249,7 @@ def evaluate(
             dist.broadcast(buffer, src=0)
     module.eval()
     mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))
-    loader = DataLoader(mine, settings.training.eval_batch_per_rank, **loader_options(settings, device))
+    loader = DataLoader(mine, batch_per_rank, **loader_options(settings, device))
     sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x samples, top-1, top-5, samples
     for inputs, targets in loader:
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -313,7 +338,9 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "best_epoch": best["epoch"],
             "step_time_s": statistics.median(line["step_time_s"] for line in same or lines),
             "train_s": sum(line["epoch_s"] for line in lines),
+            "memory_gib": lines[-1]["memory_gib"],
             "last_attempt_s": time.time() - began,
+            "finished": time.time(),
         },
     )
 
