@@ -197,6 +197,40 @@ def test_data_that_is_missing_is_not_looked_for_in_a_job(tmp_path: Path):
         assert words in answer.stderr
 
 
+DOWNLOADING = """
+import torch
+
+
+def squares(root, train, download=False):
+    file = root / "squares.txt"
+    if download:
+        file.write_text("300")
+    numbers = torch.arange(float(file.read_text())).unsqueeze(1)
+    return torch.utils.data.TensorDataset(numbers / 300, (numbers[:, 0] > 150).long())
+
+
+def net():
+    return torch.nn.Linear(1, 2)
+"""
+
+
+def test_a_missing_data_set_is_fetched_only_on_request(tmp_path: Path, smallest: list[str]):
+    """data.download=true fetches on this machine before anything is submitted; without it the run is refused."""
+    (tmp_path / "mine.py").write_text(DOWNLOADING)
+    (tmp_path / "conf" / "workload").mkdir(parents=True)
+    (tmp_path / "conf" / "workload" / "squares.yaml").write_text(
+        "name: squares\nmodel: {_target_: mine.net}\ndataset: {_target_: mine.squares}\n"
+        "train_samples: 300\ntest_samples: 300\ndata_files: [squares.txt]\n"
+    )
+    arguments = ["--config-dir", "conf", *smallest, "workload=squares", "data.root=sets"]
+    refused = tula(tmp_path, *arguments)
+    assert refused.returncode == 2
+    assert "data.download=true" in refused.stderr
+    assert not (tmp_path / "sets").exists()
+    finished_run(tula(tmp_path, *arguments, "data.download=true"))
+    assert (tmp_path / "sets" / "squares.txt").exists()
+
+
 def test_the_wheel_holds_the_configuration(tmp_path: Path, tiny_settings: Callable[..., Settings]):
     """What `pip install` brings without the repository has conf/ inside and composes from there."""
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = arguments[0] if arguments else ""
     display = Display()
+    if os.getcwd() not in sys.path:  # `python -m` puts it there, the console command does not
+        sys.path.insert(0, os.getcwd())
     try:
         if verb in ("-h", "--help", "help"):
             print(HELP.format(version=__version__, groups=_groups()))

@@ -55,31 +55,34 @@ class State:
 
 
 class Journal:
-    """The events of one run folder."""
+    """The events of one run folder. The controller is the only writer, so what it has read and written is the state."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        for event in self.events():
+            self._fold(event)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Every event, oldest first."""
+        """Every event on disk, oldest first."""
         for path in sorted(self._folder.glob("[0-9]*.json")):
             yield read_json(path)
 
     def state(self) -> State:
-        """The fold."""
-        attempts: dict[tuple[str, int], Attempt] = {}
-        for event in self.events():
-            key = (event.get("job", ""), event.get("attempt", 0))
-            if event["event"] == "intent":
-                attempts[key] = Attempt(
-                    event["job"], event["attempt"], event["tag"], event["batch_per_rank"], event["num_nodes"]
-                )
-            elif event["event"] == "submitted":
-                attempts[key] = replace(attempts[key], job_id=event["job_id"], submitted_at=event["time"])
-            elif event["event"] == "verdict":
-                attempts[key] = replace(attempts[key], verdict=Verdict(event["verdict"]), reason=event["reason"])
-        return State(attempts)
+        """What all events add up to."""
+        return State(dict(self._attempts))
+
+    def _fold(self, event: dict[str, Any]) -> None:
+        key = (event.get("job", ""), event.get("attempt", 0))
+        if event["event"] == "intent":
+            self._attempts[key] = Attempt(
+                event["job"], event["attempt"], event["tag"], event["batch_per_rank"], event["num_nodes"]
+            )
+        elif event["event"] == "submitted":
+            self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"], submitted_at=event["time"])
+        elif event["event"] == "verdict":
+            verdict = Verdict(event["verdict"])
+            self._attempts[key] = replace(self._attempts[key], verdict=verdict, reason=event["reason"])
 
     def intend(self, attempt: Attempt) -> None:
         self._append(
@@ -103,8 +106,9 @@ class Journal:
 
     def _append(self, event: str, **values: Any) -> None:
         """Write the next event under a number nobody else has taken."""
+        record = {"event": event, "time": time.time(), **values}
         temporary = self._folder / f".event-{os.getpid()}"
-        write_json(temporary, {"event": event, "time": time.time(), **values})
+        write_json(temporary, record)
         number = len(list(self._folder.glob("[0-9]*.json"))) + 1
         while True:
             try:
@@ -114,3 +118,4 @@ class Journal:
                 number += 1
         temporary.unlink()
         sync_folder(self._folder)
+        self._fold(record)
