@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,8 +17,10 @@ from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
     from tula_hpc.control.jobs import Look
+    from tula_hpc.control.journal import Attempt
 
 PLAIN_PROGRESS_EVERY_S = 30.0
+ROWS_SHOWN = 24
 _COLOURS = {"pending": "yellow", "running": "cyan", "success": "green", "skipped": "dim"}
 
 
@@ -31,6 +34,23 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms"
 
 
+@dataclass
+class _Row:
+    """A job in the live table."""
+
+    name: str
+    word: str
+    since: float
+    lasted_s: float | None = None
+
+
+def _job_name(attempt: Attempt) -> str:
+    nodes = "1 node" if attempt.num_nodes == 1 else f"{attempt.num_nodes} nodes"
+    what = "train" if attempt.job == "train" else "profile"
+    again = f" (attempt {attempt.number})" if attempt.number > 1 else ""
+    return f"{what} on {nodes}, batch {attempt.batch_per_rank} a rank{again}"
+
+
 class Display:
     """Speaks to the terminal; every line it prints without a terminal is whole and final."""
 
@@ -39,8 +59,7 @@ class Display:
         # a log file has no width: let tables take what they need
         self.console = console if console.is_terminal else Console(highlight=False, width=160)
         self._live: Live | None = None
-        self._shown: dict[tuple[str, int], str] = {}
-        self._seen: dict[tuple[str, int], tuple[str, str, float]] = {}
+        self._rows: dict[tuple[str, int], _Row] = {}
         self._last_progress = 0.0
 
     def say(self, text: str) -> None:
@@ -65,21 +84,20 @@ class Display:
         self._show(looks, text, done, total)
 
     def _show(self, looks: list[Look], headline: str, done: int, total: int) -> None:
+        now = time.monotonic()
         for look in looks:
             word = (look.verdict.value if look.verdict else look.state.value).replace("_", " ")
-            a = look.attempt
-            nodes = "1 node" if a.num_nodes == 1 else f"{a.num_nodes} nodes"
-            what = "train" if a.job == "train" else "profile"
-            name = f"{what} on {nodes}, batch {a.batch_per_rank} a rank" + (
-                f" (attempt {a.number})" if a.number > 1 else ""
-            )
-            self._seen[a.key] = (name, word, self._seen.get(a.key, (name, word, time.monotonic()))[2])
-            if not self.console.is_terminal and self._shown.get(a.key) != word:
-                self.say(f"{name}: {word}")
-            self._shown[a.key] = word
+            row = self._rows.setdefault(look.attempt.key, _Row(_job_name(look.attempt), "", now))
+            if row.word == word:
+                continue
+            # an ended job shows how long it ran
+            row.lasted_s = now - row.since if look.verdict and row.word == "running" else None
+            row.word, row.since = word, now
+            if not self.console.is_terminal:
+                self.say(f"{row.name}: {word}")
         if not self.console.is_terminal:
-            if time.monotonic() - self._last_progress > PLAIN_PROGRESS_EVERY_S:
-                self._last_progress = time.monotonic()
+            if now - self._last_progress > PLAIN_PROGRESS_EVERY_S:
+                self._last_progress = now
                 self.say(headline)
             return
         if self._live is None:
@@ -88,8 +106,9 @@ class Display:
         table = Table(box=None, pad_edge=False)
         for column in ("job", "state", "for"):
             table.add_column(column)
-        for name, word, since in list(self._seen.values())[-24:]:
-            table.add_row(name, Text(word, style=_COLOURS.get(word, "red")), duration(round(time.monotonic() - since)))
+        for row in list(self._rows.values())[-ROWS_SHOWN:]:
+            lasted = now - row.since if row.lasted_s is None else row.lasted_s
+            table.add_row(row.name, Text(row.word, style=_COLOURS.get(row.word, "red")), duration(round(lasted)))
         bar = ProgressBar(total=max(1, total), completed=done, width=48)
         self._live.update(Group(table, Text(headline), bar))
 
@@ -98,7 +117,7 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._seen.clear()
+        self._rows.clear()
 
     def choice(self, run: RunFolder) -> None:
         """The candidates, the choice and the reason."""

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tula_hpc.control.jobs import Look
+from tula_hpc.control.journal import Attempt
+from tula_hpc.control.verdicts import QueueState, Verdict
+from tula_hpc.display import Display, duration
+
+ATTEMPT = Attempt("profile/n002-b00064", 1, "tag", 64, 2, "42_0")
+
+
+def look(state: QueueState, verdict: Verdict | None = None) -> Look:
+    return Look(ATTEMPT, state, verdict)
+
+
+def test_without_a_terminal_each_change_is_one_line(capsys: pytest.CaptureFixture[str]):
+    """A log file gets a line when a job's state changes, and none while it stays."""
+    display = Display()
+    for state in (QueueState.pending, QueueState.running, QueueState.running):
+        display.jobs("profiling", [look(state)], 0, 1, None)
+    display.jobs("profiling", [look(QueueState.completed, Verdict.success)], 1, 1, None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("profile on")]
+    assert lines == [f"profile on 2 nodes, batch 64 a rank: {word}" for word in ("pending", "running", "success")]
+
+
+def test_on_a_terminal_the_jobs_and_the_time_left_are_shown():
+    """A terminal shows a table of jobs with their states, and how long the stage will take."""
+    screen = io.StringIO()
+    display = Display(Console(file=screen, force_terminal=True, width=100, color_system=None))
+    display.jobs("profiling", [look(QueueState.running)], 1, 4, 90.0)
+    display.close()
+    for words in ("profile on 2 nodes, batch 64 a rank", "running", "profiling: 1 of 4 measured, about 90 s left"):
+        assert words in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00421, "4.21 ms"), (1.5, "1.5 s"), (119, "119 s"), (7100, "118.3 min"), (9000, "2.5 h")]
+)
+def test_durations_come_in_the_unit_a_person_would_use(seconds: float, text: str):
+    """Milliseconds to days, three digits or so."""
+    assert duration(seconds) == text
