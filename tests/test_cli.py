@@ -60,7 +60,7 @@ def test_measurements_serve_another_objective(tmp_path: Path, smallest: list[str
     answer = tula(tmp_path, *smallest, "objective=cost")
     second = finished_run(answer)
     assert second != first
-    assert "1 measurements taken over" in answer.stdout
+    assert "1 measurement taken over" in answer.stdout
     assert not any("profile on" in line for line in answer.stdout.splitlines())
 
 

@@ -45,10 +45,14 @@ class _Row:
 
 
 def _job_name(attempt: Attempt) -> str:
-    nodes = "1 node" if attempt.num_nodes == 1 else f"{attempt.num_nodes} nodes"
     what = "train" if attempt.job == "train" else "profile"
     again = f" (attempt {attempt.number})" if attempt.number > 1 else ""
-    return f"{what} on {nodes}, batch {attempt.batch_per_rank} a rank{again}"
+    return f"{what} on {count(attempt.num_nodes, 'node')}, batch {attempt.batch_per_rank} a rank{again}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class Display:
@@ -63,8 +67,12 @@ class Display:
         self._last_progress = 0.0
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """One line that stays; a terminal breaks it wherever it likes, so that paths can be copied."""
         self.console.print(text, markup=False, soft_wrap=True)
+
+    def explain(self, text: str) -> None:
+        """Sentences, broken between words on a terminal."""
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
 
     def jobs(self, title: str, looks: list[Look], done: int, total: int, seconds_left: float | None) -> None:
         """The jobs in the queue and how far the stage is."""
@@ -124,19 +132,17 @@ class Display:
         self.close()
         selection = read_json(run.selection)
         self.console.print(candidates_table(selection))
-        self.say(f"chosen by {selection['objective']}: {selection['reason']}")
+        self.explain(f"chosen by {selection['objective']}: {selection['reason']}")
 
     def result(self, run: RunFolder) -> None:
         """How the training ended and where the report is."""
         self.close()
         selection, result = read_json(run.selection), read_json(run.train_result)
-        used = (
-            f"{result['num_nodes']} nodes x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
-        )
+        used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
         if result["global_batch"] != selection["global_batch"]:
             used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
         predicted = selection["predicted"]["step_time_s"]
-        self.say(
+        self.explain(
             f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}: test accuracy "
             f"{result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
             f"{duration(result['step_time_s'])} (predicted {duration(predicted)})"

@@ -117,11 +117,6 @@ def deviation(measured: float, predicted: float) -> str:
     return f"{abs(percent):.1f} % {'slower' if percent >= 0 else 'faster'}"
 
 
-def count(number: int, noun: str) -> str:
-    """1 node, 2 nodes."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def span(low: int, high: int) -> str:
     """2 to 16, or just 2."""
     return str(low) if low == high else f"{low} to {high}"

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, from_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import duration
+from tula_hpc.display import count, duration
 from tula_hpc.errors import RecordError
 from tula_hpc.markup import (
     MEMORY_PARTS,
     STEP_TIME_FORMULAS,
     STEP_TIME_MEANINGS,
-    count,
     deviation,
     escape,
     facts_list,

@@ -18,7 +18,7 @@ from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import Display
+from tula_hpc.display import Display, count
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
@@ -205,7 +205,7 @@ class Controller:
                 self.journal.intend(attempt)
                 self.journal.concluded(attempt, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
             if taken:
-                self.display.say(f"{len(taken)} measurements taken over from {other.path}")
+                self.display.say(f"{count(len(taken), 'measurement')} taken over from {other.path}")
 
     # --- models and choice ------------------------------------------------------------------------------------------
 
