@@ -138,7 +138,8 @@ class Display:
         """How the training ended and where the report is."""
         self.close()
         selection, result = read_json(run.selection), read_json(run.train_result)
-        used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank = global batch {result['global_batch']}"
+        used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank"
+        used += f" = global batch {result['global_batch']}"
         if result["global_batch"] != selection["global_batch"]:
             used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
         predicted = selection["predicted"]["step_time_s"]
