@@ -133,6 +133,17 @@ def test_the_learning_rate_follows_the_schedule(tiny_settings: Callable[..., Set
     assert rates == pytest.approx([0.1 * (0.1 + 0.9 * 0.375), 0.1 * (0.1 + 0.9 * 0.875), 0.1, 0.01])
 
 
+@pytest.mark.parametrize(
+    "override", ["training.channels_last=true", "training.precision=bf16", "data.loader_workers=1"]
+)
+def test_options_of_speed_train_as_well(tiny_settings: Callable[..., Settings], tmp_path: Path, override: str):
+    """Memory format, bfloat16 and loader processes change the speed and not whether it learns."""
+    settings = tiny_settings(override, "training.epochs=8", "training.warmup_epochs=0", "data.train_samples=512")
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    assert run.read_metrics()[-1]["test_top1"] > 80
+
+
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The newest checkpoint that can be read is taken, and the torn one is named."""
     checkpoints.save(tmp_path, 10, {"epoch": 1})

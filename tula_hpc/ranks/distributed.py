@@ -127,9 +127,9 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
     return dist.TCPStore(address["host"], address["port"], me.world_size, False, timeout, wait_for_workers=False)
 
 
-def replicate(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """The model on its device, in DDP if there are other ranks."""
-    model = model.to(device)
+def replicate(model: torch.nn.Module, device: torch.device, channels_last: bool = False) -> torch.nn.Module:
+    """The model on its device and in its memory format, in DDP if there are other ranks."""
+    model = model.to(device, memory_format=torch.channels_last) if channels_last else model.to(device)
     if not dist.is_initialized():
         return model
     ids = [device.index] if device.type == "cuda" else None

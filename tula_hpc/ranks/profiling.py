@@ -180,9 +180,7 @@ def _build(
 ) -> Bench:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model = replicate(build_model(settings), device)
-    if settings.training.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    model = replicate(build_model(settings), device, settings.training.channels_last)
     last_bucket = LastBucket(clock)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, last_bucket.average)

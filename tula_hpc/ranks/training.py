@@ -57,9 +57,7 @@ def train(
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
     num_samples = len(train_set)
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
-    model = replicate(build_model(settings), device)
-    if hyper.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    model = replicate(build_model(settings), device, settings.training.channels_last)
     optimizer = build_optimizer(settings, model, candidate.global_batch)
     sampler = RemainingSampler(train_set, me.world_size, me.rank, seed=hyper.seed)
     loader = DataLoader(
