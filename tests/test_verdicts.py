@@ -71,6 +71,7 @@ def evidence(**changes: object) -> Evidence:
         (evidence(rank_errors=(("error", "peer gone"),), log_tail="Detected 1 oom_kill event"), Verdict.host_oom),
         (evidence(queue=QueueState.out_of_memory), Verdict.host_oom),
         (evidence(queue=QueueState.timeout), Verdict.timeout),
+        (evidence(started=False, log_tail="could not find submitted jobs in path:"), Verdict.never_started),
         (evidence(queue=QueueState.preempted), Verdict.preempted),
         (evidence(queue=QueueState.cancelled), Verdict.cancelled),
         (evidence(), Verdict.failed),

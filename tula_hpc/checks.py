@@ -44,6 +44,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "cluster.gpus_per_node",
+    "cluster.file_lag_s",
     "data.loader_workers",
     "search.warmup_steps",
     "objective.tie_tolerance",

@@ -10,7 +10,6 @@ python -m tula_hpc settings [PREFIX]                every setting, its meaning a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
@@ -122,6 +121,7 @@ def _run(settings: Settings, arguments: list[str], display: Display) -> None:
         display.result(run)
         return
     from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
+    from tula_hpc.control.lease import controlling
     from tula_hpc.control.local import LocalScheduler
     from tula_hpc.control.slurm import SlurmScheduler
 
@@ -129,9 +129,9 @@ def _run(settings: Settings, arguments: list[str], display: Display) -> None:
     on_slurm = settings.cluster.kind is ClusterKind.slurm
     scheduler = SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
     command = ["python", "-m", "tula_hpc", *arguments]
-    with _only_controller(run):
+    with controlling(run) as lease:
         try:
-            Controller(settings, run, scheduler, display, command).go()
+            Controller(settings, run, scheduler, display, command, lease.refresh).go()
         finally:
             scheduler.close()
 
@@ -178,19 +178,6 @@ def _download(settings: Settings, display: Display) -> None:
             f"the data set could not be fetched to {settings.data.root}: "
             f"{(fetched.stderr.strip().splitlines() or ['it is still not there'])[-1]}"
         )
-
-
-@contextmanager
-def _only_controller(run: RunFolder) -> Iterator[None]:
-    """Two controllers on one run would submit everything twice."""
-    with (run.path / "controller.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TulaError(
-                f"another tula_hpc already works on {run.path}; watch it with: python -m tula_hpc status {run.path}"
-            ) from None
-        yield
 
 
 def _plan(settings: Settings, display: Display) -> None:

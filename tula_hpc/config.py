@@ -121,6 +121,8 @@ class ClusterSettings:
     """Profiling jobs of one array that may run at once. On `local` always 1: they would disturb each other's times."""
     poll_interval_s: float = no_result(10.0)
     """Seconds between two looks at the queue."""
+    file_lag_s: float = no_result(60.0)
+    """Seconds after a job has left the queue in which its last file may still become visible on this machine."""
     setup: list[str] = field(default_factory=list, metadata=NO_RESULT)
     """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
     srun_args: list[str] = field(default_factory=list, metadata=NO_RESULT)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PLAIN_PROGRESS_EVERY_S = 30.0
 ROWS_SHOWN = 24
+SILENCE_EVERY_S = 60.0
 _COLOURS = {"pending": "yellow", "running": "cyan", "success": "green", "skipped": "dim"}
 
 
@@ -65,6 +66,7 @@ class Display:
         self._live: Live | None = None
         self._rows: dict[tuple[str, int], _Row] = {}
         self._last_progress = 0.0
+        self._last_silence = 0.0
 
     def say(self, text: str) -> None:
         """One line that stays; a terminal breaks it wherever it likes, so that paths can be copied."""
@@ -90,6 +92,12 @@ class Display:
             line = last_line[0]
             text += f", epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %"
         self._show(looks, text, done, total)
+
+    def silence(self, seconds: float) -> None:
+        """The scheduler does not answer; said now and then, with the clock."""
+        if seconds >= SILENCE_EVERY_S and time.monotonic() - self._last_silence > SILENCE_EVERY_S:
+            self._last_silence = time.monotonic()
+            self.say(f"Slurm has not answered for {duration(seconds)}; nothing is concluded from that, jobs may go on")
 
     def _show(self, looks: list[Look], headline: str, done: int, total: int) -> None:
         now = time.monotonic()

@@ -26,5 +26,13 @@ class SubmissionRejected(TulaError):
     """The scheduler refused a job and said why; nothing of it was queued."""
 
 
+class SubmissionUnknown(TulaError):
+    """The scheduler neither took nor refused a job: it may be queued all the same, so it must be looked for."""
+
+
+class SchedulerSilent(TulaError):
+    """The scheduler could not be asked; nothing follows from that."""
+
+
 class RecordError(TulaError):
     """A file of a run folder is missing, torn, of another version or makes no sense; the message names it."""

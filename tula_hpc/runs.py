@@ -109,6 +109,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def lease(self) -> Path:
+        """Who works on the run; there while somebody does."""
+        return self.path / "controller.json"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 
@@ -203,6 +208,11 @@ class AttemptFolder:
             if (folder / "config.yaml").exists():
                 return RunFolder(folder)
         raise RecordError(f"{self.path} is not inside a run folder: no config.yaml above it")
+
+    def has_successor(self) -> bool:
+        """Whether a later attempt at the same job was made."""
+        numbers = (p.name.removeprefix("attempt-") for p in self.path.parent.glob("attempt-*"))
+        return any(int(number) > self.number for number in numbers if number.isdigit())
 
     @property
     def request(self) -> Path:

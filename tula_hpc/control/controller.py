@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,12 @@ class Controller:
     display: Display
     command: list[str]
     """The command line that reproduces the run."""
+    heartbeat: Callable[[], None] = lambda: None
+    """Called whenever the controller looks at its jobs; says that it is alive."""
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.run.journal)
-        self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler)
+        self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler, self.heartbeat)
 
     def go(self) -> None:
         """Every stage that is not done yet.
@@ -56,7 +59,6 @@ class Controller:
             TulaError: If nothing could be measured, nothing is feasible, or the training cannot be brought to an end.
         """
         self._write_down_the_run()
-        self.jobs.adopt()
         if not self.run.fit.exists():
             self._profile()
             self._fit()
@@ -116,7 +118,7 @@ class Controller:
                 rate = (done - done_before) / elapsed if done > done_before else 0.0
                 self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
 
-            self.jobs.wait(on_look, self._poll_interval_s)
+            self.jobs.wait(on_look, self.display.silence, self._poll_interval_s)
             for candidate in wanted:
                 attempt = self.journal.state().last(profile_job(candidate))
                 if attempt is None or attempt.verdict in (Verdict.success, Verdict.skipped, None):
@@ -286,7 +288,7 @@ class Controller:
                 candidate = self.jobs.candidate(last)
             if last is None or last.verdict is not None:
                 self.jobs.submit(TRAIN, [candidate], self._train_time_limit_min(train_time_s))
-            self.jobs.wait(self._show_training, self._poll_interval_s)
+            self.jobs.wait(self._show_training, self.display.silence, self._poll_interval_s)
             last = self.journal.state().last(TRAIN)
             assert last is not None
             assert last.verdict is not None

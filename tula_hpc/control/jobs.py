@@ -12,7 +12,7 @@ from tula_hpc.config import Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.verdicts import Evidence, QueueState, Verdict, conclude
-from tula_hpc.errors import RecordError
+from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
 
@@ -35,11 +35,19 @@ class Look:
 class Jobs:
     """The jobs of one run: submits attempts and finds out how they ended."""
 
-    def __init__(self, settings: Settings, run: RunFolder, journal: Journal, scheduler: Scheduler):
+    def __init__(
+        self,
+        settings: Settings,
+        run: RunFolder,
+        journal: Journal,
+        scheduler: Scheduler,
+        heartbeat: Callable[[], None],
+    ):
         self._settings = settings
         self._run = run
         self._journal = journal
         self._scheduler = scheduler
+        self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
 
     def request(self, job: str, candidates: list[Candidate], number_of: dict[Candidate, int]) -> JobRequest:
@@ -66,6 +74,8 @@ class Jobs:
             candidates: Of one node count; a training is submitted alone.
             time_limit_min: Instead of the configured limit.
 
+        Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
+
         Raises:
             SubmissionRejected: If the scheduler refuses; the attempts are then on record as never started.
         """
@@ -85,6 +95,9 @@ class Jobs:
             attempts.append(attempt)
         try:
             job_ids = self._scheduler.submit(request)
+        except SubmissionUnknown as error:
+            self._journal.note(f"{request.tag}: {error}")
+            return
         except Exception as error:
             for attempt in attempts:
                 self._journal.concluded(attempt, Verdict.never_started, str(error))
@@ -106,32 +119,33 @@ class Jobs:
             },
         )
 
-    def adopt(self) -> None:
-        """Find the ids of attempts whose submission an earlier controller did not live to record."""
-        by_tag: dict[str, list[Attempt]] = {}
-        for attempt in self._journal.state().attempts.values():
-            by_tag.setdefault(attempt.tag, []).append(attempt)
-        for tag, attempts in by_tag.items():
-            for index, attempt in enumerate(attempts):
-                if attempt.job_id is None and attempt.verdict is None:
-                    job_id = self._scheduler.find(tag, index)
-                    if job_id is not None:
-                        self._journal.submitted(attempt, job_id)
-                    else:
-                        self._journal.concluded(attempt, Verdict.never_started, "it never reached the queue")
-
     def look(self) -> list[Look] | None:
         """See where every attempt without a verdict is, and judge those that ended; None if nothing could be learnt."""
-        open_attempts = [a for a in self._journal.state().attempts.values() if a.verdict is None and a.job_id]
+        open_attempts = [a for a in self._journal.state().attempts.values() if a.verdict is None]
+        try:
+            open_attempts = [a if a.job_id else self._looked_for(a) for a in open_attempts]
+        except SchedulerSilent:
+            return None
         states = self._scheduler.states([a.job_id for a in open_attempts if a.job_id])
         if states is None:
             return None
         looks = []
         for attempt in open_attempts:
-            state = states[attempt.job_id or ""]
+            state = states[attempt.job_id] if attempt.job_id else QueueState.absent
             verdict = None if state.active else self._judge(attempt, state)
             looks.append(Look(attempt, state, verdict))
         return looks
+
+    def _looked_for(self, attempt: Attempt) -> Attempt:
+        """An attempt whose submission nobody recorded, with its id if the queue knows its tag."""
+        together = [a for a in self._journal.state().attempts.values() if a.tag == attempt.tag]
+        job_id = self._scheduler.find(
+            attempt.tag, together.index(attempt), self._run.attempt(attempt.job, attempt.number)
+        )
+        if job_id is None:
+            return attempt
+        self._journal.submitted(attempt, job_id)
+        return replace(attempt, job_id=job_id)
 
     def _judge(self, attempt: Attempt, state: QueueState) -> Verdict | None:
         """The verdict on an attempt that is no longer in the queue; None while its files may still be on their way."""
@@ -176,14 +190,28 @@ class Jobs:
         for attempt in attempts:
             self._journal.concluded(attempt, Verdict.skipped, reason)
 
-    def wait(self, on_look: Callable[[list[Look]], None], poll_interval_s: float) -> None:
-        """Look again and again until every attempt has its verdict. `on_look` is called after each look."""
+    def wait(
+        self,
+        on_look: Callable[[list[Look]], None],
+        on_silence: Callable[[float], None],
+        poll_interval_s: float,
+    ) -> None:
+        """Look again and again until every attempt has its verdict.
+
+        Args:
+            on_look: Called after each look that learnt something.
+            on_silence: Called with the seconds since the last one, while the scheduler does not answer.
+            poll_interval_s: Time between two looks.
+        """
+        heard_at = time.monotonic()
         while True:
+            self._heartbeat()
             looks = self.look()
-            if looks is not None:
+            if looks is None:
+                on_silence(time.monotonic() - heard_at)
+            else:
+                heard_at = time.monotonic()
                 on_look(looks)
-                if all(look.verdict is not None for look in looks):
-                    if not any(a.verdict is None for a in self._journal.state().attempts.values()):
-                        return
-                    continue
+                if not any(a.verdict is None for a in self._journal.state().attempts.values()):
+                    return
             time.sleep(poll_interval_s)

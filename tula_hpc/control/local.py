@@ -54,7 +54,7 @@ class LocalScheduler:
             ids.append(job_id)
         return ids
 
-    def find(self, tag: str, index: int) -> str | None:
+    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         return None  # what an earlier controller started here ended with it
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState]:

@@ -35,11 +35,20 @@ class Scheduler(Protocol):
     """How much later than a job's end in the queue its last file may become visible here."""
 
     def submit(self, request: JobRequest) -> list[str]:
-        """Submit and return an id for each attempt. Raises SubmissionRejected if nothing was queued."""
+        """Submit and return an id for each attempt.
+
+        Raises:
+            SubmissionRejected: If nothing was queued.
+            SubmissionUnknown: If the answer got lost; `find` tells later.
+        """
         ...
 
-    def find(self, tag: str, index: int) -> str | None:
-        """The id of the attempt at `index` of a submission whose answer got lost; None if it was not queued."""
+    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
+        """The id of the attempt at `index` of a submission whose answer got lost; None if it is not in the queue.
+
+        Raises:
+            SchedulerSilent: If the queue could not be asked.
+        """
         ...
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:

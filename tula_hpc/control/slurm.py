@@ -17,7 +17,7 @@ from typing import Any
 from tula_hpc.config import ClusterSettings, GpuRequest, Settings
 from tula_hpc.control.scheduler import JobRequest, tail
 from tula_hpc.control.verdicts import QueueState, slurm_state
-from tula_hpc.errors import SubmissionRejected
+from tula_hpc.errors import SchedulerSilent, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.job import run_attempt
 from tula_hpc.runs import AttemptFolder, RunFolder
 
@@ -26,6 +26,14 @@ SIGNAL_DELAY_S = 120
 """How long before the end of its time a job is warned, so that a training can save."""
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _SCRUBBED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SACCT|SINFO|SCONTROL|SUBMITIT|PMI|PMIX)[A-Z0-9]*_")
+
+# What sbatch says when it does not know itself whether the job was taken: a frozen or restarted controller, a lost
+# link.
+_NO_ANSWER = re.compile(
+    r"timed out|unable to contact|connection (refused|reset)|communication|zero bytes|temporarily|try again|"
+    r"could not make sense of sbatch output",
+    re.IGNORECASE,
+)
 
 
 def _scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,9 +140,9 @@ class SlurmScheduler:
 
     name = "Slurm"
     one_host = False
-    file_lag_s = 60.0  # attribute caches of network file systems
 
     def __init__(self, settings: Settings, run: RunFolder):
+        self.file_lag_s = settings.cluster.file_lag_s
         self._settings = settings
         self._run = run
 
@@ -147,10 +155,10 @@ class SlurmScheduler:
             with _clean_environment():
                 jobs = executor.map_array(run_attempt, [str(attempt.path) for attempt in request.attempts])
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-            found = [self.find(request.tag, index) for index in range(len(request.attempts))]
-            if all(found):  # sbatch reported an error and Slurm took the job all the same
-                return [job_id for job_id in found if job_id is not None]
-            raise SubmissionRejected(f"Slurm does not accept the job: {_sentence(str(error))}") from None
+            message = _sentence(str(error))
+            if _NO_ANSWER.search(message):
+                raise SubmissionUnknown(f"sbatch got no answer: {message}") from None
+            raise SubmissionRejected(f"Slurm does not accept the job: {message}") from None
         return [job.job_id for job in jobs]
 
     def batch_text(self, request: JobRequest) -> str:
@@ -179,11 +187,29 @@ class SlurmScheduler:
         executor.update_parameters(**batch_parameters(self._settings.cluster, request))
         return executor
 
-    def find(self, tag: str, index: int) -> str | None:
+    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%j")
-        rows = [line.split("|") for line in answer.stdout.split()] if answer is not None else []
+        if answer is None or answer.returncode != 0:
+            raise SchedulerSilent("squeue does not answer")
+        rows = [line.strip().split("|") for line in answer.stdout.splitlines()]
         ids = [job_id for job_id, name in rows if name == tag]
-        return next((i for i in ids if i.endswith(f"_{index}") or ("_" not in i and index == 0)), None)
+        job_id = next((i for i in ids if i.endswith(f"_{index}") or ("_" not in i and index == 0)), None)
+        if job_id is not None:
+            self._hand_over(job_id, attempt)
+        return job_id
+
+    def _hand_over(self, job_id: str, attempt: AttemptFolder) -> None:
+        """Give a job its work. submitit does so after sbatch has answered; a job whose answer got lost still waits."""
+        from submitit.core.utils import DelayedSubmission, JobPaths
+
+        paths = JobPaths(self._run.scheduler, job_id=job_id)
+        if paths.submitted_pickle.exists():
+            return
+        work = DelayedSubmission(run_attempt, str(attempt.path))
+        work.set_timeout(self._settings.cluster.profile_time_limit_min, 0)
+        unfinished = self._run.scheduler / f".{job_id}.pkl"
+        work.dump(unfinished)
+        unfinished.replace(paths.submitted_pickle)
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:
         answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T")

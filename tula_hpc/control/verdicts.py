@@ -95,6 +95,10 @@ _ENDED = {
 KILLED_FOR_MEMORY = re.compile(r"oom[_-]kill|oom killed|out of memory: killed process", re.IGNORECASE)
 
 
+# What submitit says when nobody gave the job its work within a minute: the controller ended right after sbatch took it.
+NOTHING_TO_DO = re.compile("could not find submitted jobs in path")
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What is known of an attempt that no longer runs."""
@@ -126,6 +130,8 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
         return _ENDED[evidence.queue], f"the scheduler says {evidence.queue.value.replace('_', ' ')}"
     if evidence.rank_errors:
         return Verdict.failed, evidence.rank_errors[0][1]
+    if not evidence.started and NOTHING_TO_DO.search(evidence.log_tail):
+        return Verdict.never_started, "it started before its work was handed over, and did nothing"
     if evidence.queue is QueueState.failed:
         last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
         return Verdict.failed, f"the job failed; its log ends:\n{last_lines}" if last_lines else "the job failed"

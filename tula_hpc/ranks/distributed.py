@@ -129,7 +129,9 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
 
 def replicate(model: torch.nn.Module, device: torch.device, channels_last: bool = False) -> torch.nn.Module:
     """The model on its device and in its memory format, in DDP if there are other ranks."""
-    model = model.to(device, memory_format=torch.channels_last) if channels_last else model.to(device)
+    model = model.to(device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
     if not dist.is_initialized():
         return model
     ids = [device.index] if device.type == "cuda" else None

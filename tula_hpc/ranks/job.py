@@ -82,7 +82,13 @@ def classify(error: BaseException) -> str:
 
 
 def _is_mine(attempt: AttemptFolder, me: Rank, patience_s: float = 120.0) -> bool:
-    """Whether this job is the first to work on the attempt; a duplicate submission finds the claim and leaves."""
+    """Whether this job is the first to work on the attempt, and no later attempt was made; otherwise it leaves.
+
+    A submission whose answer got lost may start long after the controller gave it up and submitted again.
+    """
+    if attempt.has_successor():
+        print(f"a later attempt than {attempt.path} was made; nothing to do here", flush=True)
+        return False
     owner = attempt.claim / "owner.json"
     if me.is_first:
         try:

@@ -1,0 +1,140 @@
+"""The controller is killed at every step it takes, and at every restart goes on: nothing lost, nothing doubled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tula_hpc.control.journal import Journal
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.runs import RunFolder, read_json
+
+from .cluster import ThrowawaySlurm
+
+# Runs the command line and kills itself, once for each, before and after everything the controller makes durable.
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+
+from tula_hpc.cli import main
+from tula_hpc.control import controller
+from tula_hpc.control.journal import Journal
+from tula_hpc.control.slurm import SlurmScheduler
+
+survived = Path(sys.argv.pop(1))
+
+
+def die_once(point):
+    known = survived.read_text().splitlines() if survived.exists() else []
+    if point not in known:
+        survived.write_text("".join(line + chr(10) for line in [*known, point]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def deadly(function, name_of):
+    def wrapped(*arguments, **values):
+        point = name_of(*arguments, **values)
+        die_once("before " + point)
+        result = function(*arguments, **values)
+        die_once("after " + point)
+        return result
+
+    return wrapped
+
+
+Journal._append = deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
+SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-3])
+controller.write_json = deadly(controller.write_json, lambda path, value: path.name)
+Controller = controller.Controller
+for stage in ("_profile", "_fit", "_choose", "_train", "_report"):
+    setattr(Controller, stage, deadly(getattr(Controller, stage), lambda self, stage=stage: stage))
+main(sys.argv[1:])
+"""
+
+
+def test_a_controller_killed_at_every_step_ends_the_run_as_if_it_had_not_been(
+    slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
+):
+    """Each candidate and the training ran to success exactly once, whatever was killed, and nothing runs twice."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    arguments = [
+        *tiny_overrides,
+        "cluster=slurm",
+        "cluster.poll_interval_s=0.5",
+        "cluster.file_lag_s=3",
+        "cluster.memory_gib=1.5",
+        "grid.max_nodes=1",
+        "grid.max_batch_per_rank=64",
+        "grid.min_batch_per_rank=32",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    survived = tmp_path / "survived.txt"
+    command = [sys.executable, "driver.py", str(survived), *arguments]
+    for _ in range(80):
+        answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        if answer.returncode != -signal.SIGKILL:
+            break
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
+    run = RunFolder(Path(answer.stdout.strip().splitlines()[-1].removeprefix("run folder: ")))
+
+    points = survived.read_text().splitlines()
+    jobs = ("profile/n001-b00032", "profile/n001-b00064", "train")
+    for job in jobs:
+        for event in ("intent", "submitted", "verdict"):
+            assert f"before {event} {job}" in points
+            assert f"after {event} {job}" in points
+    for kind in ("profile", "train"):
+        assert {f"before sbatch {kind}", f"after sbatch {kind}"} <= set(points)
+    assert {"after fit.json", "after selection.json", "after _report"} <= set(points)
+
+    state = Journal(run.journal).state()
+    for job in jobs:
+        attempts = state.of(job)
+        assert [a.verdict for a in attempts].count(Verdict.success) == 1
+        claimed = [a for a in attempts if run.attempt(job, a.number).claim.exists()]
+        assert len(claimed) == 1, f"{job} ran {len(claimed)} times"
+    assert [line["epoch"] for line in run.read_metrics()] == [1, 2]
+    assert read_json(run.train_result)["global_batch"] == read_json(run.selection)["global_batch"]
+
+
+def test_a_submission_without_an_answer_is_found_and_not_repeated(
+    slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
+):
+    """With a frozen controller sbatch fails although the job is taken; it is found by its tag once Slurm answers."""
+    arguments = [*tiny_overrides, "cluster=slurm", "cluster.poll_interval_s=1", "cluster.memory_gib=1.5"]
+    one = ["grid.max_nodes=1", "grid.max_batch_per_rank=32", "grid.min_batch_per_rank=32", "cluster.file_lag_s=20"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    # freezes Slurm at the moment of the first sbatch, and thaws it after sbatch has given up
+    driver = """
+import os, signal, sys
+from tula_hpc.cli import main
+from tula_hpc.control.slurm import SlurmScheduler
+
+controller_pid = int(sys.argv.pop(1))
+submit = SlurmScheduler.submit
+
+
+def frozen_once(self, request):
+    SlurmScheduler.submit = submit
+    os.kill(controller_pid, signal.SIGSTOP)
+    try:
+        return submit(self, request)
+    finally:
+        os.kill(controller_pid, signal.SIGCONT)
+
+
+SlurmScheduler.submit = frozen_once
+main(sys.argv[1:])
+"""
+    (tmp_path / "driver.py").write_text(driver)
+    pid = (slurm.folder / "run" / "slurmctld.pid").read_text().strip()
+    command = [sys.executable, "driver.py", pid, *arguments, *one]
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
+    run = RunFolder(Path(answer.stdout.strip().splitlines()[-1].removeprefix("run folder: ")))
+    journal = Journal(run.journal)
+    assert any("sbatch got no answer" in event.get("text", "") for event in journal.events())
+    assert [a.verdict for a in journal.state().of("profile/n001-b00032")] == [Verdict.success]

@@ -1,0 +1,131 @@
+"""One controller for a run: whoever holds the lease; another takes it over only when the holder is gone.
+
+The lease is a file, because login nodes share a file system and not their processes. It names the host, the boot and
+the process of its holder: on the same boot of the same host a dead process is seen at once, elsewhere a holder counts
+as gone when it has not refreshed the lease for `EXPIRES_S`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tula_hpc.errors import RecordError, TulaError
+from tula_hpc.runs import RunFolder, read_json, write_json
+
+EXPIRES_S = 180.0
+REFRESH_EVERY_S = 20.0
+
+
+class Lease:
+    """The right to work on one run."""
+
+    def __init__(self, run: RunFolder):
+        self._run = run
+        self._me = {
+            "token": uuid.uuid4().hex,
+            "user": getpass.getuser(),
+            "host": socket.gethostname(),
+            "boot": _boot_id(),
+            "pid": os.getpid(),
+            "started": time.time(),
+        }
+        self._refreshed = 0.0
+
+    def take(self) -> None:
+        """Become the run's controller.
+
+        Raises:
+            TulaError: If another one is; the message says who.
+        """
+        mine = self._run.path / f".lease-{self._me['token']}"
+        write_json(mine, {**self._me, "refreshed": time.time()})
+        try:
+            while True:
+                try:
+                    os.link(mine, self._run.lease)  # fails if there is one: only one of two at the same time succeeds
+                    break
+                except FileExistsError:
+                    self._clear_away_a_dead_one()
+        finally:
+            mine.unlink()
+        self._refreshed = time.monotonic()
+
+    def _clear_away_a_dead_one(self) -> None:
+        try:
+            holder = read_json(self._run.lease)
+        except RecordError:  # just given back
+            return
+        if not _is_gone(holder):
+            raise TulaError(
+                f"another tula_hpc already works on {self._run.path}: process {holder['pid']} of {holder['user']} on "
+                f"{holder['host']}; watch it with: python -m tula_hpc status {self._run.path}"
+            )
+        aside = self._run.path / f".lease-of-{holder['token']}"
+        with suppress(FileNotFoundError):
+            os.rename(self._run.lease, aside)
+            if read_json(aside)["token"] != holder["token"]:  # somebody else was faster, and this is theirs
+                with suppress(FileExistsError):
+                    os.link(aside, self._run.lease)
+            aside.unlink()
+
+    def refresh(self) -> None:
+        """Say that the controller is alive; cheap, so call it often.
+
+        Raises:
+            TulaError: If another controller has taken the run over meanwhile.
+        """
+        if time.monotonic() - self._refreshed < REFRESH_EVERY_S:
+            return
+        try:
+            holder = read_json(self._run.lease)
+        except RecordError:
+            holder = {"token": None, "host": "an unknown host"}
+        if holder["token"] != self._me["token"]:
+            raise TulaError(
+                f"another controller, on {holder['host']}, took {self._run.path} over while this one was not heard of"
+            )
+        write_json(self._run.lease, {**self._me, "refreshed": time.time()})
+        self._refreshed = time.monotonic()
+
+    def give_back(self) -> None:
+        with suppress(RecordError):
+            if read_json(self._run.lease)["token"] == self._me["token"]:
+                self._run.lease.unlink(missing_ok=True)
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    if (holder["host"], holder["boot"]) == (socket.gethostname(), _boot_id()):
+        try:
+            os.kill(holder["pid"], 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+    return time.time() - holder["refreshed"] > EXPIRES_S
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+@contextmanager
+def controlling(run: RunFolder) -> Iterator[Lease]:
+    """Hold the lease of `run` inside the block."""
+    lease = Lease(run)
+    lease.take()
+    try:
+        yield lease
+    finally:
+        lease.give_back()
