@@ -161,6 +161,17 @@ def test_what_the_site_does_not_have_is_answered_with_what_it_has(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_slurm_would_refuse_is_told_before_anything_is_submitted(slurm: ThrowawaySlurm, tmp_path: Path):
+    """More memory than a node has is refused with Slurm's own words, for every node count at once."""
+    before = len(slurm.squeue("NAME"))
+    answer = tula(tmp_path, *SMALL, "cluster.memory_gib=400")
+    assert answer.returncode == 1
+    for words in ("1 nodes:", "2 nodes:", "4 nodes:", "nothing was submitted"):
+        assert words in answer.stderr
+    assert "Memory specification" in answer.stderr or "node configuration" in answer.stderr
+    assert len(slurm.squeue("NAME")) == before
+
+
 def test_plan_shows_what_is_submitted_and_submits_nothing(slurm: ThrowawaySlurm, tmp_path: Path):
     """The plan names candidates, node-hours and cost, prints the batch text that Slurm accepts, and leaves no trace."""
     before = len(slurm.squeue("NAME"))

@@ -107,8 +107,10 @@ class Controller:
             if not wanted and not running:
                 break
             wanted = [c for c in wanted if profile_job(c) not in {a.job for a in running}]
-            for nodes in sorted({c.num_nodes for c in wanted}):
-                self.jobs.submit("profile", [c for c in wanted if c.num_nodes == nodes])
+            groups = [[c for c in wanted if c.num_nodes == n] for n in sorted({c.num_nodes for c in wanted})]
+            self.jobs.refuse_what_would_be_rejected(groups)
+            for group in groups:
+                self.jobs.submit("profile", group)
             total = len(measured) + len(wanted) + len(running)
 
             def on_look(looks: list[Look], total: int = total) -> None:

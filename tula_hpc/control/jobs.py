@@ -12,7 +12,7 @@ from tula_hpc.config import Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.verdicts import Evidence, QueueState, Verdict, conclude
-from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionUnknown
+from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
 
@@ -65,6 +65,24 @@ class Jobs:
             time_limit_min=cluster.profile_time_limit_min if kind == "profile" else cluster.train_time_limit_min,
             max_running=cluster.max_running_jobs,
         )
+
+    def refuse_what_would_be_rejected(self, groups: list[list[Candidate]]) -> None:
+        """Ask the scheduler about every submission of a round of profiling before the first is made.
+
+        Raises:
+            SubmissionRejected: With the scheduler's words for each that it would refuse.
+        """
+        state = self._journal.state()
+        reasons = []
+        for group in groups:
+            number_of = {c: len(state.of(profile_job(c))) + 1 for c in group}
+            reason = self._scheduler.why_rejected(self.request("profile", group, number_of))
+            if reason is not None:
+                reasons.append(f"{group[0].num_nodes} nodes: {reason}")
+        if reasons:
+            raise SubmissionRejected(
+                f"{self._scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(reasons)
+            )
 
     def submit(self, kind: str, candidates: list[Candidate], time_limit_min: int | None = None) -> None:
         """Write down what is wanted, submit it, write down the ids.

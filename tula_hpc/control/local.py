@@ -54,6 +54,9 @@ class LocalScheduler:
             ids.append(job_id)
         return ids
 
+    def why_rejected(self, request: JobRequest) -> str | None:
+        return None
+
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         return None  # what an earlier controller started here ended with it
 

@@ -43,6 +43,10 @@ class Scheduler(Protocol):
         """
         ...
 
+    def why_rejected(self, request: JobRequest) -> str | None:
+        """The scheduler's own words if it would refuse the request, without submitting it; None if it would not."""
+        ...
+
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         """The id of the attempt at `index` of a submission whose answer got lost; None if it is not in the queue.
 

@@ -52,8 +52,8 @@ def _clean_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Run one of Slurm's commands; None if it is missing or does not answer in time."""
+def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str] | None:
+    """Run one of Slurm's commands, with `text` on its input; None if it is missing or does not answer in time."""
     try:
         return subprocess.run(
             command,
@@ -62,7 +62,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
             timeout=COMMAND_TIMEOUT_S,
             check=False,
             env=_scrubbed(os.environ),
-            stdin=subprocess.DEVNULL,
+            input=text,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
@@ -169,16 +169,10 @@ class SlurmScheduler:
         return executor._make_submission_file_text(executor._submitit_command_str, "plan")
 
     def why_rejected(self, request: JobRequest) -> str | None:
-        """Slurm's own message if it would refuse the request, by `sbatch --test-only`."""
-        answer = subprocess.run(
-            ["sbatch", "--test-only"],
-            input=self.batch_text(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            env=_scrubbed(os.environ),
-        )
-        return None if answer.returncode == 0 else _sentence(answer.stderr)
+        answer = _ask("sbatch", "--test-only", text=self.batch_text(request))
+        if answer is None or answer.returncode == 0 or _NO_ANSWER.search(answer.stderr):
+            return None
+        return _sentence(answer.stderr)
 
     def _executor(self, request: JobRequest) -> Any:
         import submitit
