@@ -84,6 +84,40 @@ def test_unknown_names_are_answered_with_the_known_ones(override: str, answer: s
 
 
 @pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("experiment/e.yaml", "# @package _global_\nname: e\ntraining: {epoch: 3}\n", "did you mean training.epochs"),
+        ("experiment/e.yaml", "defaults:\n  - override /workload: digits_cnn\nname: e\n", "# @package _global_"),
+        ("cluster/e.yaml", "partitions: x\n", "did you mean cluster.partition"),
+        ("cluster/e.yaml", "name: {\n", "line 2"),
+    ],
+)
+def test_a_mistake_in_a_file_of_ones_own_is_found_in_that_file(tmp_path: Path, file: str, text: str, words: str):
+    """A typo in a user's YAML names the file and the right key, and nothing else is blamed."""
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(text)
+    choice = "+experiment=e" if file.startswith("experiment") else "cluster=e"
+    base = [] if choice.startswith("+") else ["+experiment=quickstart"]
+    with pytest.raises(ConfigError) as caught:
+        compose(["--config-dir", str(tmp_path), *base, choice])
+    assert len(caught.value.problems) == 1
+    assert words in caught.value.problems[0]
+    assert "e.yaml" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("override", ["+training.epoch=3", "++grid.max_node=9", "+foo=1"])
+def test_settings_that_do_not_exist_cannot_be_added(override: str):
+    """`+key=value` does not smuggle in a setting that nothing reads."""
+    with pytest.raises(ConfigError, match="did you mean"):
+        compose(["+experiment=quickstart", override])
+
+
+def test_free_keys_can_be_added():
+    """sbatch's options are the site's own, and are not in the schema."""
+    assert compose(["+experiment=quickstart", "+cluster.sbatch.exclusive=true"]).cluster.sbatch == {"exclusive": True}
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("training.lr=0", ["training.lr is 0", "greater than 0"]),
@@ -91,6 +125,11 @@ def test_unknown_names_are_answered_with_the_known_ones(override: str, answer: s
         ("grid.min_nodes=8", ["grid.min_nodes is 8", "grid.max_nodes=2"]),
         ("search.memory_fraction=1.5", ["search.memory_fraction is 1.5", "(0, 1]"]),
         ("name=a/b", ["name is 'a/b'", "'/'"]),
+        ("training.lr=inf", ["training.lr is inf", "finite"]),
+        ("method.scale_floor=2", ["method.scale_floor is 2", "at most 1"]),
+        ("training.milestones=[-1]", ["training.milestones", "rising"]),
+        ("workload.input_shape=[0]", ["workload.input_shape is [0]"]),
+        ("run_root=", ["run_root is ''"]),
         ("training.milestones=[9,3]", ["training.milestones", "rising"]),
         ("grid.min_global_batch=250", ["the grid is empty", "grid.min_global_batch=250", "widen"]),
         ("workload.model._target_=torchvision.modles.resnet18", ["workload.model._target_", "'modles'", "models"]),

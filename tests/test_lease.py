@@ -22,6 +22,7 @@ def leave_a_lease(run: RunFolder, **changes: Any) -> None:
         "host": socket.gethostname(),
         "boot": lease_module._boot_id(),
         "pid": os.getpid(),
+        "pid_started": lease_module._process_start(os.getpid()),
         "started": time.time(),
         "refreshed": time.time(),
     }
@@ -43,6 +44,20 @@ def test_a_dead_holder_on_this_host_is_replaced_at_once(run_folder: RunFolder):
     leave_a_lease(run_folder, pid=process.pid)
     with controlling(run_folder):
         assert read_json(run_folder.lease)["pid"] == os.getpid()
+
+
+def test_another_process_with_the_holders_number_is_not_the_holder(run_folder: RunFolder):
+    """A number that the kernel gave away again does not lock a run for ever."""
+    leave_a_lease(run_folder, pid=1)
+    with controlling(run_folder):
+        pass
+
+
+def test_a_lease_that_cannot_be_read_is_told(run_folder: RunFolder):
+    """Garbage in the place of a lease ends with its path, and not in a loop."""
+    run_folder.lease.write_text("garbage")
+    with pytest.raises(TulaError, match="delete that file"):
+        Lease(run_folder).take()
 
 
 def test_a_silent_holder_elsewhere_is_replaced_after_its_time(run_folder: RunFolder):

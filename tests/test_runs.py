@@ -49,7 +49,7 @@ def test_a_torn_last_line_of_metrics_is_passed_over(run_folder: RunFolder):
 def test_a_run_is_found_by_the_beginning_of_its_name(tmp_path: Path):
     """A user need not type a whole folder name; an ambiguous one lists what there is."""
     for name in ("alpha-1", "alpha-2", "beta-1"):
-        write_text(tmp_path / name / "config.yaml", "")
+        write_text(tmp_path / name / "plan.json", "")
     assert find_run("beta", str(tmp_path)).path.name == "beta-1"
     with pytest.raises(RecordError, match="several runs") as caught:
         find_run("alpha", str(tmp_path))

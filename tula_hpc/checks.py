@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shutil
 import subprocess
@@ -71,14 +73,14 @@ def _value(settings: Settings, key: str) -> Any:
 def check(settings: Settings) -> list[str]:
     """Every rule the settings break, one sentence each: key, value, limit and way out. Changes nothing."""
     problems = [
-        f"{key} is {_value(settings, key)}; it must be greater than 0"
+        f"{key} is {_value(settings, key)}; it must be greater than 0 and finite"
         for key in _POSITIVE
-        if _value(settings, key) is not None and not _value(settings, key) > 0
+        if _value(settings, key) is not None and not 0 < _value(settings, key) < math.inf
     ]
     problems += [
-        f"{key} is {_value(settings, key)}; it must be 0 or greater"
+        f"{key} is {_value(settings, key)}; it must be 0 or greater and finite"
         for key in _NOT_NEGATIVE
-        if _value(settings, key) is not None and not _value(settings, key) >= 0
+        if _value(settings, key) is not None and not 0 <= _value(settings, key) < math.inf
     ]
     for low, high in _RANGES:
         if _value(settings, high) is not None and _value(settings, low) > _value(settings, high):
@@ -89,8 +91,18 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
-    if settings.training.milestones != sorted(settings.training.milestones):
-        problems.append(f"training.milestones is {settings.training.milestones}; list the epochs in rising order")
+    milestones = settings.training.milestones
+    if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
+        problems.append(f"training.milestones is {milestones}; list epochs from 1 on in rising order")
+    if any(size < 1 for size in settings.workload.input_shape) or settings.workload.num_classes < 0:
+        problems.append(
+            f"workload.input_shape is {settings.workload.input_shape} and workload.num_classes "
+            f"{settings.workload.num_classes}; sizes must be 1 or greater"
+        )
+    if settings.method.scale_floor is not None and settings.method.scale_floor > 1:
+        problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
+    if not settings.run_root.strip():
+        problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
     if problems:  # what follows computes with these values
         return problems
     return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
@@ -175,7 +187,10 @@ def _check_local(settings: Settings) -> list[str]:
 
 
 def count_local_gpus() -> int:
-    """NVIDIA GPUs of this machine, asked without torch; 0 if nvidia-smi is missing or fails."""
+    """NVIDIA GPUs that processes started here may use, asked without torch; 0 if nvidia-smi is missing or fails."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip()])
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
         return 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = arguments[0] if arguments else ""
     display = Display()
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends the command as Ctrl-C does
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
+            signal.signal(ending, _interrupt)
     if os.getcwd() not in sys.path:  # `python -m` puts it there, the console command does not
         sys.path.insert(0, os.getcwd())
     try:
@@ -67,20 +71,32 @@ def main(arguments: list[str] | None = None) -> None:
         elif verb in _FOLDER_VERBS:
             _FOLDER_VERBS[verb](arguments[1:], display)
         elif verb == "plan":
-            _for_each_run(arguments[1:], lambda settings: _plan(settings, display))
+            _for_each_run(arguments[1:], display, lambda settings: _plan(settings, display))
         elif verb and verb[0].isalpha() and "=" not in verb:
             known = ", ".join(["plan", *_FOLDER_VERBS])
             raise ConfigError([f"{verb!r} is not a command; there are {known}, and settings look like key=value"])
         else:
-            _for_each_run(arguments, lambda settings: _run(settings, arguments, display))
+            _for_each_run(arguments, display, lambda settings: _run(settings, arguments, display))
     except KeyboardInterrupt:
         display.close()
-        display.say("interrupted; jobs already in Slurm's queue go on, and the same command goes on from here")
+        display.say("interrupted; the same command goes on from here (jobs in Slurm stay, local ones ended)")
         sys.exit(130)
     except TulaError as error:
         display.close()
         print(f"tula_hpc: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:  # the user's disk or folder, not a mistake of ours: no traceback
+        if error.filename is None:
+            raise
+        display.close()
+        print(f"tula_hpc: {error.filename}: {error.strerror}; see run_root and data.root", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        display.close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _groups() -> str:
@@ -92,9 +108,9 @@ def _groups() -> str:
     return "\n".join(lines)
 
 
-def _for_each_run(arguments: list[str], act: Callable[[Settings], None]) -> None:
+def _for_each_run(arguments: list[str], display: Display, act: Callable[[Settings], None]) -> None:
     """Compose the settings and act on them; in a sweep on each, going on when one fails."""
-    if not any(a.lstrip("+").startswith("experiment=") for a in arguments):
+    if not any(a.lstrip("+").partition("=")[0] == "experiment" for a in arguments):
         arguments = [*arguments, "+experiment=quickstart"]
     if is_plain(arguments):
         act(compose(arguments))
@@ -107,6 +123,8 @@ def _for_each_run(arguments: list[str], act: Callable[[Settings], None]) -> None
         except TulaError as error:
             print(f"tula_hpc: {error}", file=sys.stderr)
             failures.append(error)
+        finally:
+            display.close()
 
     compose_each(arguments, act_and_go_on)
     if failures:
@@ -114,12 +132,15 @@ def _for_each_run(arguments: list[str], act: Callable[[Settings], None]) -> None
 
 
 def _run(settings: Settings, arguments: list[str], display: Display) -> None:
-    settings = _ready(settings, display)
+    settings = _settled(settings, display)
     run = _folder(settings)
-    if run.is_finished:
+    if run.is_finished:  # shown even where code or data are gone meanwhile
         display.choice(run)
         display.result(run)
         return
+    _refuse_what_cannot_work(settings)
+    if settings.data.download and data_is_missing(settings):
+        _download(settings, display)
     from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
     from tula_hpc.control.lease import controlling
     from tula_hpc.control.local import LocalScheduler
@@ -140,27 +161,31 @@ def _folder(settings: Settings) -> RunFolder:
     return RunFolder.of(settings.run_root, settings.name, signature(settings))
 
 
-def _ready(settings: Settings, display: Display) -> Settings:
-    """Settle where to run, refuse what cannot work, fetch data if asked to.
+def _settled(settings: Settings, display: Display) -> Settings:
+    """The settings with `cluster.kind=auto` decided, which is said in one line."""
+    from tula_hpc.control import slurm
+
+    if settings.cluster.kind is not ClusterKind.auto:
+        return settings
+    there, words = slurm.answers()
+    display.say(f"cluster: {words}, so jobs {'go to Slurm' if there else 'run on this machine'}")
+    kind = ClusterKind.slurm if there else ClusterKind.local
+    return replace(settings, cluster=replace(settings.cluster, kind=kind))
+
+
+def _refuse_what_cannot_work(settings: Settings) -> None:
+    """Check the settings, and on Slurm the site.
 
     Raises:
         ConfigError: With every problem that was found.
     """
     from tula_hpc.control import slurm
 
-    if settings.cluster.kind is ClusterKind.auto:
-        there, words = slurm.answers()
-        kind = ClusterKind.slurm if there else ClusterKind.local
-        settings = replace(settings, cluster=replace(settings.cluster, kind=kind))
-        display.say(f"cluster: {words}, so jobs {'go to Slurm' if there else 'run on this machine'}")
     problems = check(settings)
     if settings.cluster.kind is ClusterKind.slurm and not problems:
         problems += slurm.check_site(settings)
     if problems:
         raise ConfigError(problems)
-    if settings.data.download and data_is_missing(settings):
-        _download(settings, display)
-    return settings
 
 
 def _download(settings: Settings, display: Display) -> None:
@@ -186,7 +211,8 @@ def _plan(settings: Settings, display: Display) -> None:
     from tula_hpc.control.local import LocalScheduler
     from tula_hpc.control.slurm import SlurmScheduler
 
-    settings = _ready(settings, display)
+    settings = _settled(settings, display)
+    _refuse_what_cannot_work(settings)
     run = _folder(settings)
     on_slurm = settings.cluster.kind is ClusterKind.slurm
     scheduler = SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
@@ -235,7 +261,7 @@ def _status(arguments: list[str], display: Display) -> None:
     run = _run_argument("status", arguments)
     attempts = Journal(run.journal).state().attempts.values()
     for attempt in attempts:
-        word = attempt.verdict.value if attempt.verdict else "in the queue or running" if attempt.job_id else "intended"
+        word = attempt.verdict.value if attempt.verdict else "has no end on record" if attempt.job_id else "intended"
         detail = f": {attempt.reason}" if attempt.verdict and attempt.verdict.value != "success" else ""
         display.say(
             f"{attempt.job} attempt {attempt.number} [{attempt.job_id or '-'}]: {word.replace('_', ' ')}{detail}"
@@ -252,6 +278,7 @@ def _status(arguments: list[str], display: Display) -> None:
         display.say(f"training: {100 * progress['samples'] / progress['of_samples']:.0f} % of the samples")
     for line in run.read_metrics()[-1:]:
         display.say(f"epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %, {duration(line['epoch_s'])}")
+    display.say(f"a controller works on it: {'yes' if run.lease.exists() else 'no; the command that began it goes on'}")
     display.say(f"run folder: {run.path}")
 
 

@@ -49,6 +49,7 @@ def compose(arguments: list[str]) -> Settings:
     Raises:
         ConfigError: With every override that is wrong, and the names that are known in its place.
     """
+    import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -65,19 +66,37 @@ def compose(arguments: list[str]) -> Settings:
     problems: list[str] = []
     composed: Any = None
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        while True:
+        while composed is None:
             try:
-                composed = OmegaConf.to_object(hydra_compose("config", overrides=[*search, *overrides]))
-                break
-            except (HydraException, OmegaConfBaseException) as error:
+                node = hydra_compose("config", overrides=[*search, *overrides])
+                problems += [_no_setting(key) for key in _unknown_keys(node)]
+                composed = OmegaConf.to_object(node)
+            except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+                # a name is missing only because the experiment was taken out for its own mistake
+                if problems and "missing mandatory value: name" in str(error):
+                    break
                 culprit = _culprit(str(error), overrides)
                 problems.append(_explain(error, culprit))
                 if culprit is None:
                     break
                 overrides = [o for o in overrides if o != culprit]
     if problems:
-        raise ConfigError(problems + (check(composed) if composed is not None else []))
+        raise ConfigError(problems + (check(composed) if isinstance(composed, Settings) else []))
     return composed
+
+
+def _unknown_keys(node: Any, schema: Any = None, prefix: str = "") -> list[str]:
+    """Keys that `+key=value` added although the schema has no such setting: they would be passed over in silence."""
+    schema = schema or Settings()
+    known = {field.name for field in dataclasses.fields(schema)}
+    found = []
+    for key in node:
+        name = f"{prefix}{key}"
+        if key not in known:
+            found.append(name)
+        elif dataclasses.is_dataclass(getattr(schema, key)):
+            found += _unknown_keys(node[key], getattr(schema, key), f"{name}.")
+    return found
 
 
 def _quoted(text: str) -> str:
@@ -98,24 +117,39 @@ def _culprit(message: str, overrides: list[str]) -> str | None:
 
 
 def _explain(error: Exception, culprit: str | None) -> str:
-    """An error of Hydra's in one sentence that names what would have been right."""
+    """An error of Hydra's in one sentence that names the place and what would have been right."""
     message = str(error)
     cause = str(error.__cause__) if error.__cause__ is not None else ""
-    about = "" if culprit is None else f"{culprit}: "
-    unknown = re.search(r"Key '([^']+)' (?:is not in struct|not in '(\w+)')", f"{message}\n{cause}")
-    if unknown and culprit is not None:
-        key = culprit.lstrip("+~").partition("=")[0]
-        known = [name for name, _ in _all_settings()]
-        siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-        near = difflib.get_close_matches(key, known, n=3) or siblings
-        return f"{about}no setting {key!r}; did you mean {', '.join(near)}? `settings` lists them all"
-    if "Could not find" in message or "In 'config'" in message:
+    both = f"{message}\n{cause}"
+    in_file = re.search(r"In '([^']+)'", both)
+    where = f"{in_file[1]}.yaml" if in_file and in_file[1] != "config" else culprit
+    about = "" if where is None else f"{where}: "
+    if "@experiment" in message:
+        return f"{about}its first line must be `# @package _global_`"
+    unknown = re.search(r"Key '([^']+)' (?:is not in struct|not in '(\w+)')", both)
+    if unknown:
+        full_key = re.search(r"full_key: (\S+)", both)
+        key = full_key[1] if full_key else (culprit or unknown[1]).lstrip("+~").partition("=")[0]
+        return about + _no_setting(key)
+    if "Could not find" in message:
         options = re.findall(r"^\s+(\S+)$", message, flags=re.MULTILINE)
         group = re.search(r"Could not find '([^']+)'", message)
         if group and options:
             return f"{about}there is no {group[1]}; known are {', '.join(options)}"
     text = "; ".join(line.strip() for line in (cause or message).splitlines() if line.strip())
     return about + re.sub(r";? *(full_key|reference_type|object_type)[=:]\s*\S+", "", text)
+
+
+def _no_setting(key: str) -> str:
+    """That a key does not exist, with the nearest ones that do."""
+    known = {name: default for name, (default, _) in _all_settings()}
+    free = next((name for name, default in known.items() if isinstance(default, dict) and key.startswith(name)), None)
+    if free is not None:  # a dictionary of the user's own keys
+        new = key.removeprefix(free).strip(".") or "KEY"
+        return f"{free} has no {new} yet; add it with +{free}.{new}=VALUE"
+    siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+    near = difflib.get_close_matches(key, list(known), n=3) or siblings
+    return f"no setting {key!r}; did you mean {', '.join(near)}? `settings` lists them all"
 
 
 def compose_each(arguments: list[str], act: Callable[[Settings], None]) -> None:

@@ -27,7 +27,7 @@ def resolve(target: str) -> Any:
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name is not None and module_name.startswith(error.name):
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
             raise
         for attribute in parts[split:]:
@@ -60,7 +60,12 @@ def why_not_importable(target: str) -> str | None:
     # a package may give a function the name of the submodule it comes from
     depth = min(len(sources), len(parts) - 1)
     source = sources[depth - 1]
-    names = None if source is None else _top_level_names(source)
+    try:
+        names = None if source is None else _top_level_names(source)
+    except SyntaxError as error:
+        return f"{source}, line {error.lineno}: {error.msg}"
+    except UnicodeDecodeError:
+        return f"{source} is not a text file in UTF-8"
     if names is None or parts[depth] in names:
         return None
     if len(sources) == len(parts):

@@ -261,10 +261,10 @@ def find_run(text: str, run_root: str = "runs") -> RunFolder:
         RecordError: If there is none, or several; the message lists what there is.
     """
     path = Path(text).expanduser()
-    if (path / "config.yaml").exists():
+    if (path / "plan.json").exists():
         return RunFolder(path.absolute())
     root = Path(run_root).expanduser()
-    runs = sorted(p.parent for p in root.glob("*/config.yaml"))
+    runs = sorted(p.parent for p in root.glob("*/plan.json"))
     matching = [p for p in runs if p.name.startswith(text)]
     if len(matching) == 1:
         return RunFolder(matching[0].absolute())

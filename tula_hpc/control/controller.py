@@ -226,7 +226,10 @@ class Controller:
             form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
             for form in ("overlap", "additive")
         }
-        out_of_memory = [c.batch_per_rank for c in because]
+        # a host that ran out of memory says nothing about the memory of its GPUs
+        on_gpu = self.settings.cluster.gpus_per_node > 0
+        told = {Verdict.cuda_oom} if on_gpu else {Verdict.cuda_oom, Verdict.host_oom}
+        out_of_memory = [a.batch_per_rank for a in _profiled(self.journal.state(), told)]
         memory = fit_memory(table, out_of_memory)
         fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
         write_json(

@@ -20,7 +20,8 @@ from typing import Any
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.runs import RunFolder, read_json, write_json
 
-EXPIRES_S = 180.0
+# Long, because a controller may wait minutes for a Slurm that does not answer; on one host death is seen at once.
+EXPIRES_S = 900.0
 REFRESH_EVERY_S = 20.0
 
 
@@ -31,10 +32,11 @@ class Lease:
         self._run = run
         self._me = {
             "token": uuid.uuid4().hex,
-            "user": getpass.getuser(),
+            "user": _user(),
             "host": socket.gethostname(),
             "boot": _boot_id(),
             "pid": os.getpid(),
+            "pid_started": _process_start(os.getpid()),
             "started": time.time(),
         }
         self._refreshed = 0.0
@@ -61,8 +63,10 @@ class Lease:
     def _clear_away_a_dead_one(self) -> None:
         try:
             holder = read_json(self._run.lease)
-        except RecordError:  # just given back
-            return
+        except RecordError as error:
+            if not self._run.lease.exists():  # just given back
+                return
+            raise TulaError(f"{error}; if no tula_hpc works on {self._run.path}, delete that file") from None
         if not _is_gone(holder):
             raise TulaError(
                 f"another tula_hpc already works on {self._run.path}: process {holder['pid']} of {holder['user']} on "
@@ -109,8 +113,23 @@ def _is_gone(holder: dict[str, Any]) -> bool:
             return True
         except PermissionError:
             return False
-        return False
+        return _process_start(holder["pid"]) != holder["pid_started"]  # the number may be another process's by now
     return time.time() - holder["refreshed"] > EXPIRES_S
+
+
+def _process_start(pid: int) -> str:
+    """When the kernel started a process, in its own ticks; empty where /proc does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run as a number without a name
+        return f"uid {os.getuid()}"
 
 
 def _boot_id() -> str:

@@ -35,7 +35,7 @@ class _Job:
 
 
 class LocalScheduler:
-    """A queue of one on this machine. Jobs end when the controller does: nobody would look after them."""
+    """A queue of one on this machine. Ranks end when the controller does: nobody would look after them."""
 
     name = "this machine"
     one_host = True
@@ -58,7 +58,7 @@ class LocalScheduler:
         return None
 
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
-        return None  # what an earlier controller started here ended with it
+        return None  # what an earlier controller started here has ended with it
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState]:
         for job in self._jobs.values():
@@ -91,6 +91,7 @@ class LocalScheduler:
                 "TULA_WORLD_SIZE": str(job.num_ranks),
                 "TULA_LOCAL_RANK": str(rank),
                 "TULA_LAUNCH": job_id,
+                "TULA_CONTROLLER": str(os.getpid()),
                 "OMP_NUM_THREADS": threads,
                 "PYTHONUNBUFFERED": "1",
             }

@@ -21,7 +21,7 @@ from tula_hpc.errors import SchedulerSilent, SubmissionRejected, SubmissionUnkno
 from tula_hpc.ranks.job import run_attempt
 from tula_hpc.runs import AttemptFolder, RunFolder
 
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 60.0
 SIGNAL_DELAY_S = 120
 """How long before the end of its time a job is warned, so that a training can save."""
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -68,6 +68,12 @@ def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str] | No
         return None
 
 
+def _rows(text: str) -> list[tuple[str, str]]:
+    """Lines of `key|rest`; the rest may hold bars (job names do), and lines without one are headings."""
+    pairs = (line.strip().partition("|") for line in text.splitlines())
+    return [(key, rest) for key, bar, rest in pairs if bar]
+
+
 def answers() -> tuple[bool, str]:
     """Whether a Slurm controller can be reached from here, and the sentence that says so."""
     if shutil.which("sbatch") is None:
@@ -108,8 +114,8 @@ def _partitions() -> dict[str, tuple[int, str, bool]]:
     """Partition -> (nodes, time limit, is the default), as sinfo says."""
     answer = _ask("sinfo", "--noheader", "--summarize", "--format=%P|%D|%l")
     found = {}
-    for line in answer.stdout.splitlines() if answer is not None and answer.returncode == 0 else []:
-        name, nodes, limit = line.strip().split("|")
+    for name, rest in _rows(answer.stdout) if answer is not None and answer.returncode == 0 else []:
+        nodes, limit = rest.split("|")
         found[name.rstrip("*")] = (int(nodes), limit, name.endswith("*"))
     return found
 
@@ -136,7 +142,7 @@ def _check_association(cluster: ClusterSettings) -> list[str]:
 
 
 class SlurmScheduler:
-    """Submits through submitit, asks squeue, and sacct as a second opinion."""
+    """Submits through submitit and asks squeue; works without accounting."""
 
     name = "Slurm"
     one_host = False
@@ -185,8 +191,7 @@ class SlurmScheduler:
         answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%j")
         if answer is None or answer.returncode != 0:
             raise SchedulerSilent("squeue does not answer")
-        rows = [line.strip().split("|") for line in answer.stdout.splitlines()]
-        ids = [job_id for job_id, name in rows if name == tag]
+        ids = [job_id for job_id, name in _rows(answer.stdout) if name == tag]
         job_id = next((i for i in ids if i.endswith(f"_{index}") or ("_" not in i and index == 0)), None)
         if job_id is not None:
             self._hand_over(job_id, attempt)
@@ -209,8 +214,7 @@ class SlurmScheduler:
         answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T")
         if answer is None or answer.returncode != 0:
             return None
-        rows = [line.strip().split("|") for line in answer.stdout.splitlines()]
-        states = {job_id: slurm_state(state) for job_id, state in rows}
+        states = {job_id: slurm_state(state) for job_id, state in _rows(answer.stdout)}
         return {job_id: states.get(job_id, QueueState.absent) for job_id in job_ids}
 
     def cancel(self, job_ids: Collection[str]) -> None:

@@ -69,6 +69,18 @@ def run_attempt(folder: str) -> None:
         os._exit(1)
 
 
+def _end_with_parent(parent: int) -> None:
+    """Watch the controller that started this local rank, and end when it does, however it ended: nobody would look
+    after the rank, and the next controller starts the attempt again."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)  # a session of its own: takes the loader workers along
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def classify(error: BaseException) -> str:
     """`cuda_oom`, `host_oom`, `timeout` or `error`, by type and then by text."""
     text = str(error)
@@ -143,4 +155,6 @@ def _work(attempt: AttemptFolder, request: dict, me: Rank) -> None:
 
 
 if __name__ == "__main__":
+    if "TULA_CONTROLLER" in os.environ:
+        _end_with_parent(int(os.environ["TULA_CONTROLLER"]))
     run_attempt(sys.argv[1])
