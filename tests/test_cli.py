@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tula_hpc.config import Settings
+from tula_hpc.control.journal import Journal
 from tula_hpc.control.lease import controlling
+from tula_hpc.control.verdicts import Verdict
 from tula_hpc.runs import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +50,8 @@ def test_the_quickstart_reaches_its_accuracy_and_is_not_repeated(tmp_path: Path)
     assert {p["num_nodes"] for p in read_json(run.fit)["points"]} == {1, 2}
     assert len(read_json(run.fit)["points"]) == 8
     assert run.report.exists()
-    assert sorted(p.suffix for p in run.plots.iterdir())[0] == ".png"
+    assert {p.suffix for p in run.plots.iterdir()} == {".png"}
+    assert len(list(run.plots.iterdir())) >= 6
     for words in ("candidates", "<- chosen", "chosen by knee", "predicted"):
         assert words in answer.stdout
     events = sorted(run.journal.iterdir())
@@ -83,6 +87,33 @@ def test_a_sweep_runs_every_value_and_survives_a_failing_one(tmp_path: Path, sma
     assert answer.returncode == 1
     assert answer.stdout.count("run folder: ") == 2
     assert "training.lr is -1" in answer.stderr
+
+
+def running_ranks(folder: Path) -> list[str]:
+    """Command lines of processes that work on a run below `folder`."""
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if str(folder) in line and "tula_hpc.ranks.job" in line]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smallest: list[str]):
+    """After kill -9 in the training no process is left, and the same command ends it with one line an epoch."""
+    arguments = [*smallest, "training.epochs=60", f"run_root={tmp_path}/runs"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tula_hpc", *arguments]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: list(tmp_path.glob("runs/*/train/metrics.jsonl")))
+        process.kill()
+    wait_until(lambda: not running_ranks(tmp_path))
+    run = finished_run(tula(tmp_path, *arguments))
+    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, 61))
+    assert [a.verdict for a in Journal(run.journal).state().of("train")] == [Verdict.incomplete, Verdict.success]
 
 
 def test_a_model_that_fails_is_shown_with_its_own_error(tmp_path: Path, smallest: list[str]):

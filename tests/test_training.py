@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.ranks import checkpoints, workloads
 from tula_hpc.ranks.distributed import Rank
-from tula_hpc.ranks.training import TimeIsUp, train
+from tula_hpc.ranks.training import RemainingSampler, TimeIsUp, train
 from tula_hpc.runs import RunFolder, read_json
 
 ALONE = Rank(0, 1, 0, "test", "test")
@@ -84,6 +85,35 @@ def test_resuming_in_an_epoch_changes_nothing(tiny_settings: Callable[..., Setti
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(parted)[name]), name
     assert [line["epoch"] for line in parted.read_metrics()] == [1, 2, 3]
+
+
+def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(
+    tiny_settings: Callable[..., Settings], tmp_path: Path
+):
+    """A resume that finds its epoch finished evaluates it, and says that it does not know the training loss."""
+    settings = tiny_settings("training.warmup_epochs=0")
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(TimeIsUp):
+        train(settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(8))  # 256 samples: the last step of epoch 1
+    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    first, second = run.read_metrics()
+    assert (first["epoch"], first["train_loss"], first["step_time_s"]) == (1, None, None)
+    assert first["test_top1"] > 0
+    assert first["lr"] == settings.training.lr
+    assert second["train_loss"] > 0
+
+
+@pytest.mark.parametrize("seen", [0, 96, 1437])
+def test_ranks_share_what_is_left_of_an_epoch(seen: int):
+    """Two ranks with an odd number of samples see the rest once (and the padding), and nothing of a whole epoch."""
+    shares = []
+    for rank in range(2):
+        sampler = RemainingSampler(range(1437), 2, rank, seed=3)  # type: ignore[arg-type]
+        whole = list(sampler)
+        sampler.skip = math.ceil(seen / 2)
+        shares.append(list(sampler))
+        assert shares[-1] == whole[sampler.skip :]
+    assert len(shares[0]) == len(shares[1]) == 719 - math.ceil(seen / 2)
 
 
 def test_a_smaller_batch_goes_on_with_the_rest_of_the_epoch(tiny_settings: Callable[..., Settings], tmp_path: Path):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import platform
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
+from tula_hpc.runs import software_versions
 
 
 class ClusterKind(Enum):
@@ -119,19 +121,21 @@ class ClusterSettings:
     """Time limit of the training job, minutes. Null: half as long again as predicted, and ten minutes to start."""
     max_running_jobs: int = no_result(4)
     """Profiling jobs of one array that may run at once. On `local` always 1: they would disturb each other's times."""
+    exclusive_profiling: bool = True
+    """Whether profiling jobs get whole nodes, so that no other work, theirs or ours, is in their times."""
     poll_interval_s: float = no_result(10.0)
     """Seconds between two looks at the queue."""
     file_lag_s: float = no_result(60.0)
     """Seconds after a job has left the queue in which its last file may still become visible on this machine."""
-    setup: list[str] = field(default_factory=list, metadata=NO_RESULT)
+    setup: list[str] = field(default_factory=list)
     """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
-    srun_args: list[str] = field(default_factory=list, metadata=NO_RESULT)
+    srun_args: list[str] = field(default_factory=list)
     """Arguments added to srun, such as `--container-image=...` at a site with containers."""
-    sbatch: dict[str, Any] = field(default_factory=dict, metadata=NO_RESULT)
+    sbatch: dict[str, Any] = field(default_factory=dict)
     """Further sbatch options by their long name with underscores, such as `exclusive: true`."""
-    python: str | None = no_result(None)
+    python: str | None = None
     """Python to run on the nodes. Null: the one that runs this command."""
-    network_interface: str | None = no_result(None)
+    network_interface: str | None = None
     """Network interface for gloo and NCCL, such as `ib0`. Null: they choose."""
 
     @property
@@ -356,10 +360,13 @@ def signature(settings: Settings) -> str:
 def measurement_signature(settings: Settings) -> str:
     """Ten hex digits of everything that changes a measured step: what two runs must share to share measurements.
 
-    Objective, prices, grid, epochs and learning rates are not in it.
+    Objective, prices, grid, epochs and learning rates are not in it; the version of torch and, where this machine is
+    the cluster, its name are.
     """
     fields = _result_fields(settings)
     steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
     training = {key: fields["training"][key] for key in ("momentum", "precision", "channels_last")}
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
-    return _short_hash([fields["cluster"], fields["workload"], data, steps, training, fields["method"]])
+    machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
+    torch = software_versions()["torch"]
+    return _short_hash([fields["cluster"], fields["workload"], data, steps, training, fields["method"], machine, torch])

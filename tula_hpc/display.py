@@ -85,9 +85,9 @@ class Display:
         """The training job, how far it is, and the newest accuracy."""
         done, total = progress["samples"], progress["of_samples"]
         text = f"training: {100 * done / max(1, total):.0f} %"
-        started = next((look.attempt.submitted_at for look in looks), 0.0)
-        if 0 < done < total and started:
-            text += f", about {duration((time.time() - started) * (total - done) / done)} left"
+        here = done - progress.get("samples_at_start", 0)  # an earlier attempt's samples took another time
+        if here > 0 and done < total:
+            text += f", about {duration((progress['time'] - progress['started']) * (total - done) / here)} left"
         if last_line:
             line = last_line[0]
             text += f", epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %"
@@ -156,6 +156,8 @@ class Display:
             f"{result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
             f"{duration(result['step_time_s'])} (predicted {duration(predicted)})"
         )
+        if any(line["test_loss"] is None for line in run.read_metrics()):
+            self.explain("the loss was not finite in some epochs: the training diverged; lower training.lr")
         self.say(f"report: {run.report}")
         self.say(f"run folder: {run.path}")
 

@@ -183,7 +183,7 @@ class Controller:
         return read_point(self.run.attempt(attempt.job, attempt.number), self.jobs.candidate(attempt))
 
     def _take_over_measurements(self) -> None:
-        """Copy what other runs under the same root have measured of the same steps on the same machines."""
+        """Copy what other runs under the same root have measured of the same steps, by `measurement_signature`."""
         mine = measurement_signature(self.settings)
         grid = {profile_job(c) for c in self.settings.grid_candidates()}
         for plan in sorted(self.run.path.parent.glob("*/plan.json")):
@@ -291,6 +291,7 @@ class Controller:
                 candidate = self._next_smaller(self.jobs.candidate(last), last.reason)
             elif last is not None:
                 candidate = self.jobs.candidate(last)
+            samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
                 self.jobs.submit(TRAIN, [candidate], self._train_time_limit_min(train_time_s))
             self.jobs.wait(self._show_training, self.display.silence, self._poll_interval_s)
@@ -302,7 +303,9 @@ class Controller:
             self.display.say(
                 f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
             )
-            relaunches += 1
+            progressed = checkpoint_samples(self.run) > samples_before
+            if not (last.verdict is Verdict.timeout and progressed):  # a long training needs several jobs
+                relaunches += 1
             again = last.verdict.out_of_memory or last.verdict in RETRIED or last.verdict is Verdict.timeout
             if not again or relaunches > self.settings.training.max_relaunches:
                 raise TulaError(
@@ -329,9 +332,13 @@ class Controller:
         )
         return smaller[-1]
 
-    def _train_time_limit_min(self, train_time_s: float) -> int:
+    def _train_time_limit_min(self, train_time_s: float) -> int | None:
+        """The user's limit, or half as long again as predicted; at most the partition's, since training resumes."""
         limit = self.settings.cluster.train_time_limit_min
-        return limit if limit is not None else math.ceil(train_time_s * 1.5 / 60) + 10
+        if limit is not None or self.scheduler.one_host:
+            return limit
+        wanted = math.ceil(train_time_s * 1.5 / 60) + 10
+        return min(wanted, self.scheduler.longest_job_min() or wanted)
 
     def _show_training(self, looks: list[Look]) -> None:
         try:
@@ -359,6 +366,12 @@ def profiling_requests(controller: Controller) -> list[tuple[JobRequest, list[Ca
         candidates = [c for c in wanted if c.num_nodes == nodes]
         requests.append((controller.jobs.request("profile", candidates, dict.fromkeys(candidates, 1)), candidates))
     return requests
+
+
+def checkpoint_samples(run: RunFolder) -> int:
+    """Samples that the newest checkpoint has seen, by its name; 0 if there is none."""
+    names = [path.stem.removeprefix("samples-") for path in run.checkpoints.glob("samples-*.pt")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def price_of(settings: Settings) -> Price:

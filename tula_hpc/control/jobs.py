@@ -64,6 +64,7 @@ class Jobs:
             ranks_per_node=cluster.ranks_per_node,
             time_limit_min=cluster.profile_time_limit_min if kind == "profile" else cluster.train_time_limit_min,
             max_running=cluster.max_running_jobs,
+            measures=kind == "profile",
         )
 
     def refuse_what_would_be_rejected(self, groups: list[list[Candidate]]) -> None:

@@ -57,6 +57,9 @@ class LocalScheduler:
     def why_rejected(self, request: JobRequest) -> str | None:
         return None
 
+    def longest_job_min(self) -> int | None:
+        return None
+
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         return None  # what an earlier controller started here has ended with it
 

@@ -22,6 +22,8 @@ class JobRequest:
     time_limit_min: int | None
     max_running: int
     """How many of the attempts may run at once."""
+    measures: bool = False
+    """Times are taken: other jobs on the same nodes would disturb them."""
 
 
 class Scheduler(Protocol):
@@ -45,6 +47,10 @@ class Scheduler(Protocol):
 
     def why_rejected(self, request: JobRequest) -> str | None:
         """The scheduler's own words if it would refuse the request, without submitting it; None if it would not."""
+        ...
+
+    def longest_job_min(self) -> int | None:
+        """The longest time limit a job may ask for, minutes; None if there is none or nobody knows."""
         ...
 
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:

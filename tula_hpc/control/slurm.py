@@ -120,6 +120,18 @@ def _partitions() -> dict[str, tuple[int, str, bool]]:
     return found
 
 
+def _minutes(limit: str) -> int | None:
+    """Slurm's `days-hours:minutes:seconds` (or minutes:seconds) in whole minutes; None for `infinite`."""
+    days, _, clock = limit.rpartition("-")
+    fields = clock.split(":")
+    if not all(field.isdigit() for field in fields):
+        return None
+    seconds = 0
+    for field in fields:
+        seconds = 60 * seconds + int(field)
+    return (int(days or 0) * 86400 + seconds) // 60
+
+
 def _check_association(cluster: ClusterSettings) -> list[str]:
     """Account and qos against what accounting allows this user; nothing to say where there is no accounting."""
     if cluster.account is None and cluster.qos is None:
@@ -180,6 +192,12 @@ class SlurmScheduler:
             return None
         return _sentence(answer.stderr)
 
+    def longest_job_min(self) -> int | None:
+        partitions = _partitions()
+        default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
+        name = self._settings.cluster.partition or default
+        return None if name not in partitions else _minutes(partitions[name][1])
+
     def _executor(self, request: JobRequest) -> Any:
         import submitit
 
@@ -205,7 +223,7 @@ class SlurmScheduler:
         if paths.submitted_pickle.exists():
             return
         work = DelayedSubmission(run_attempt, str(attempt.path))
-        work.set_timeout(self._settings.cluster.profile_time_limit_min, 0)
+        work.set_timeout(0, 0)  # ours to watch
         unfinished = self._run.scheduler / f".{job_id}.pkl"
         work.dump(unfinished)
         unfinished.replace(paths.submitted_pickle)
@@ -251,6 +269,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_rank}", *cluster.srun_args],
         # the controller relaunches; two owners of that decision would run the job twice
         "additional_parameters": {"no_requeue": True, **cluster.sbatch},
+        "exclusive": True if request.measures and cluster.exclusive_profiling else None,
     }
     if cluster.gpus_per_node > 0 and cluster.gpu_request is not GpuRequest.none:
         amount = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else str(cluster.gpus_per_node)

@@ -401,7 +401,8 @@ def _kneedle(x: Array, y: Array) -> float | None:
 
 def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) -> str:
     sentences = [f"{_configuration(row)} would train in {_duration(row['train_time_s'])}"]
-    sentences[0] += f" (between {_duration(row['train_time_low_s'])} and {_duration(row['train_time_high_s'])})"
+    low, high = _duration(row["train_time_low_s"]), _duration(row["train_time_high_s"])
+    sentences[0] += f" (between {low} and {high}; validation and start-up come on top)"
     sentences[0] += (
         f" at a cost of {currency}{row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
     )

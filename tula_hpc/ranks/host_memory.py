@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 def limit_bytes() -> float:
     """What this process and its siblings in the same job may use together: the tightest limit of the control groups
-    above it, or else the machine's available memory; infinity where neither can be read."""
+    above it and the machine's available memory; infinity where neither can be read."""
     return min([_available_bytes(), *_cgroup_limits()])
 
 

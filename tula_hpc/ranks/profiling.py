@@ -26,7 +26,7 @@ from tula_hpc.ranks import host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.ranks.training import GIB, autocast, build_optimizer, loader_options, peak_memory_bytes
-from tula_hpc.ranks.workloads import build_dataset, build_model, call
+from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
 FEWEST_STEPS = 3
@@ -190,7 +190,7 @@ def _build(
     )
     optimizer = build_optimizer(settings, model, candidate.global_batch)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    loss_fn = call(settings.workload.loss)
+    loss_fn = build_loss(settings, device)
     precision = settings.training.precision
     return Bench(
         model.train(), optimizer, loss_fn, batches, candidate.batch_per_rank, device, clock, precision, last_bucket

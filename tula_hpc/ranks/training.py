@@ -21,7 +21,7 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
-from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_model, call
+from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
 from tula_hpc.runs import RunFolder, write_json, write_text
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def train(
     """
     began = time.time()
     hyper = settings.training
-    loss_fn = call(settings.workload.loss)
+    loss_fn = build_loss(settings, device)
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
     num_samples = len(train_set)
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
@@ -74,33 +74,29 @@ def train(
         _keep_metrics_before(run, first_epoch)
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
+    start = {"samples_at_start": first_epoch * num_samples + samples_in_epoch, "started": time.time()}
 
     for epoch in range(first_epoch, hyper.epochs):
         torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
         sampler.set_epoch(epoch)
-        sampler.skip = samples_in_epoch // me.world_size
+        sampler.skip = math.ceil(samples_in_epoch / me.world_size)  # a whole epoch leaves nothing, also if uneven
         model.train()
         sums = torch.zeros(2, device=device)  # loss x samples, correct
         epoch_began = timed_since = waiting_since = time.monotonic()
         samples_here = steps = 0
         data_wait_s = 0.0
-        lr = hyper.lr
+        lr = _learning_rate(settings, epoch + samples_in_epoch / num_samples)
         for inputs, targets in loader:
             data_wait_s += time.monotonic() - waiting_since
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            lr = hyper.lr * lr_factor(
-                epoch + samples_in_epoch / num_samples,
-                warmup_epochs=hyper.warmup_epochs,
-                milestones=hyper.milestones,
-                decay=hyper.lr_decay,
-            )
+            lr = _learning_rate(settings, epoch + samples_in_epoch / num_samples)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with autocast(hyper.precision, device):
                 outputs = model(inputs)
                 loss = loss_fn(outputs, targets)
             loss.backward()
-            left_after = sampler.num_samples - samples_in_epoch // me.world_size - len(inputs)
+            left_after = sampler.num_samples - math.ceil(samples_in_epoch / me.world_size) - len(inputs)
             last_full_batch = len(inputs) == candidate.batch_per_rank and left_after < candidate.batch_per_rank
             if (
                 isinstance(optimizer, TulaOptimizer)
@@ -122,7 +118,7 @@ def train(
                 timed_since, steps, data_wait_s = _now(device), 0, 0.0
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
-                _write_progress(run, settings, candidate, epoch, samples_in_epoch, num_samples)
+                _write_progress(run, settings, epoch * num_samples + samples_in_epoch, num_samples, start)
             if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
                 saved_at = time.monotonic()
                 _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
@@ -140,14 +136,15 @@ def train(
             "epoch": epoch + 1,
             "samples": (epoch + 1) * num_samples,
             "lr": lr,
-            "train_loss": loss_sum / max(1.0, count),
-            "train_top1": 100 * correct_sum / max(1.0, count),
+            # of the samples since the last start; unknown if it came after the epoch's last one
+            "train_loss": loss_sum / count if count else math.nan,
+            "train_top1": 100 * correct_sum / count if count else math.nan,
             **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device),
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
             "num_nodes": candidate.num_nodes,
-            "step_time_s": (trained_at - timed_since) / max(1, steps),
-            "data_wait_s": data_wait_s / max(1, steps),
+            "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
+            "data_wait_s": data_wait_s / steps if steps else math.nan,
             "memory_gib": float(memory_gib),
             "train_s": trained_at - epoch_began,
             "epoch_s": time.monotonic() - epoch_began,
@@ -158,13 +155,20 @@ def train(
             _append_metrics(run, line)
             _draw(writer, line)
             _save(run, epoch + 1, 0, num_samples, candidate, model, optimizer)
-            _write_progress(run, settings, candidate, epoch + 1, 0, num_samples)
+            _write_progress(run, settings, (epoch + 1) * num_samples, num_samples, start)
             saved_at = time.monotonic()
 
     if me.is_first:
         if writer is not None:
             writer.close()
         _write_result(run, settings, candidate, began)
+
+
+def _learning_rate(settings: Settings, epoch: float) -> float:
+    """Learning rate after `epoch` epochs, which need not be whole."""
+    hyper = settings.training
+    milestones, decay = hyper.milestones, hyper.lr_decay
+    return hyper.lr * lr_factor(epoch, warmup_epochs=hyper.warmup_epochs, milestones=milestones, decay=decay)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -294,8 +298,8 @@ def _keep_metrics_before(run: RunFolder, first_epoch: int) -> None:
     """Drop the lines of epochs that will be trained again, and a line torn by a crash."""
     if not run.metrics.exists():
         return
-    kept = [line for line in run.read_metrics() if line["epoch"] <= first_epoch]
-    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+    kept = {line["epoch"]: line for line in run.read_metrics() if line["epoch"] <= first_epoch}
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in kept.values()))
 
 
 def _append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
@@ -306,13 +310,10 @@ def _append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
 
 
 def _write_progress(
-    run: RunFolder, settings: Settings, candidate: Candidate, epoch: int, samples_in_epoch: int, epoch_samples: int
+    run: RunFolder, settings: Settings, samples: int, epoch_samples: int, start: dict[str, float]
 ) -> None:
-    samples, total = epoch * epoch_samples + samples_in_epoch, settings.training.epochs * epoch_samples
-    now = time.time()
-    write_json(
-        run.progress, {"samples": samples, "of_samples": total, "global_batch": candidate.global_batch, "time": now}
-    )
+    total = settings.training.epochs * epoch_samples
+    write_json(run.progress, {"samples": samples, "of_samples": total, "time": time.time(), **start})
 
 
 def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, began: float) -> None:
@@ -334,7 +335,7 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "train_top1": lines[-1]["train_top1"],
             "best_test_top1": best["test_top1"],
             "best_epoch": best["epoch"],
-            "step_time_s": statistics.median(line["step_time_s"] for line in same or lines),
+            "step_time_s": statistics.median([x["step_time_s"] for x in same if x["step_time_s"] is not None] or [0.0]),
             "train_s": sum(line["epoch_s"] for line in lines),
             "memory_gib": lines[-1]["memory_gib"],
             "last_attempt_s": time.time() - began,

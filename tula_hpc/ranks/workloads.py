@@ -39,6 +39,12 @@ def build_model(settings: Settings) -> torch.nn.Module:
     return call(settings.workload.model)
 
 
+def build_loss(settings: Settings, device: torch.device) -> Any:
+    """The loss; class weights and the like move to the device with it."""
+    loss = call(settings.workload.loss)
+    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
+
+
 def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     """The training or test set, cut to `data.train_samples` or `data.test_samples`.
 
@@ -65,15 +71,17 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
 class SyntheticImages(SizedDataset):
     """Random inputs of the true shape; each class has its own mean pattern, so that a model can learn something.
 
-    Samples repeat after a pool of at most 256 MiB: making noise for every sample would be measured as loading time.
+    Samples repeat after a pool of at most 128 MiB: making noise for every sample would be measured as loading time.
     """
 
     def __init__(self, length: int, shape: list[int], num_classes: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        pool = max(1, min(length, 2**28 // (4 * math.prod(shape)), 4096))
+        pool = max(1, min(length, 2**27 // (4 * math.prod(shape)), 4096))
         patterns = torch.randn(min(num_classes, pool), *shape, generator=torch.Generator().manual_seed(1234))
         self._labels = [int(i) for i in torch.randint(len(patterns), (pool,), generator=generator)]
-        self._inputs = torch.randn(pool, *shape, generator=generator).add_(patterns[self._labels], alpha=0.5)
+        self._inputs = torch.randn(pool, *shape, generator=generator)
+        for inputs, label in zip(self._inputs, self._labels, strict=True):  # one by one: a copy of all would be large
+            inputs.add_(patterns[label], alpha=0.5)
         self._length = length
 
     def __len__(self) -> int:
