@@ -177,6 +177,21 @@ def test_the_signature_ignores_what_does_not_change_the_result(tiny_settings: Ca
     assert signature(tiny_settings("training.lr=0.02")) != base
 
 
+def test_changed_code_of_ones_own_is_another_run(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Editing the file of a model makes a new run and new measurements; installed code does not count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = tiny_settings("workload.model._target_=mycode.net")
+    signatures = set()
+    for text in ("def net(): ...\n", "def net(): return 1\n"):
+        (tmp_path / "mycode.py").write_text(text)
+        signatures.add((signature(settings), measurement_signature(settings)))
+    assert len({run for run, _ in signatures}) == len({measured for _, measured in signatures}) == 2
+    assert imports.own_source("torchvision.models.resnet18") is None
+    assert imports.own_source("tula_hpc.ranks.workloads.digits") is None
+
+
 def test_measurements_are_shared_between_objectives(tiny_settings: Callable[..., Settings]):
     """Objective, prices, epochs and grid do not change what a step takes; the model does."""
     base = measurement_signature(tiny_settings())

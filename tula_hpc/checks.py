@@ -161,6 +161,11 @@ def data_is_missing(settings: Settings) -> bool:
 
 
 def _check_data(settings: Settings) -> list[str]:
+    if settings.data.download and not settings.workload.data_files and settings.data.kind is DataKind.real:
+        return [
+            "data.download is true and workload.data_files is empty, so nothing tells whether the data set is there; "
+            "name a file of it in workload.data_files, or drop data.download where there is nothing to fetch"
+        ]
     if settings.data.download or not data_is_missing(settings):
         return []
     root = Path(settings.data.root).expanduser().absolute()

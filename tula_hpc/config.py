@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tula_hpc import imports
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
 from tula_hpc.runs import software_versions
 
@@ -353,20 +354,32 @@ def _short_hash(value: Any) -> str:
 
 
 def signature(settings: Settings) -> str:
-    """Ten hex digits of everything that changes the result of the run."""
-    return _short_hash(_result_fields(settings))
+    """Ten hex digits of everything that changes the result of the run: settings, and the user's own code."""
+    return _short_hash([_result_fields(settings), _own_code(settings)])
+
+
+def _own_code(settings: Settings) -> list[str]:
+    """Hashes of the user's own files that model, data set and loss come from; what those import is not followed."""
+    targets = [str(node.get("_target_", "")) for node in _targets(settings)]
+    files = [imports.own_source(target) for target in targets]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None]
+
+
+def _targets(settings: Settings) -> list[dict[str, Any]]:
+    return [settings.workload.model, settings.workload.dataset, settings.workload.loss]
 
 
 def measurement_signature(settings: Settings) -> str:
     """Ten hex digits of everything that changes a measured step: what two runs must share to share measurements.
 
-    Objective, prices, grid, epochs and learning rates are not in it; the version of torch and, where this machine is
-    the cluster, its name are.
+    Objective, prices, grid, epochs and learning rates are not in it; the version of torch, the user's own code and,
+    where this machine is the cluster, its name are.
     """
     fields = _result_fields(settings)
     steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
     training = {key: fields["training"][key] for key in ("momentum", "precision", "channels_last")}
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
     machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
-    torch = software_versions()["torch"]
-    return _short_hash([fields["cluster"], fields["workload"], data, steps, training, fields["method"], machine, torch])
+    software = [_own_code(settings), software_versions()["torch"]]
+    settings_part = [fields["cluster"], fields["workload"], data, steps, training, fields["method"]]
+    return _short_hash([settings_part, machine, software])

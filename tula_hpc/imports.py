@@ -38,13 +38,8 @@ def resolve(target: str) -> Any:
     raise ImportError(f"no module named {parts[0]!r} (from {target})")
 
 
-def why_not_importable(target: str) -> str | None:
-    """A sentence why `target` cannot be imported from here, or None if nothing speaks against it."""
-    parts = target.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return "not an import path such as package.module.name"
-    if parts[0] in sys.builtin_module_names:
-        return None
+def _sources(parts: list[str]) -> list[Path | None]:
+    """Files of the packages and the module that a dotted path goes through; None for one without Python source."""
     sources: list[Path | None] = []
     path: list[str] | None = None
     for part in parts:
@@ -55,6 +50,27 @@ def why_not_importable(target: str) -> str | None:
         if spec.submodule_search_locations is None:
             break
         path = list(spec.submodule_search_locations)
+    return sources
+
+
+def own_source(target: str) -> Path | None:
+    """The file that defines `target` if it is the user's own: neither installed nor part of this package."""
+    sources = _sources(target.split("."))
+    source = sources[-1] if sources else None
+    foreign = (Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parent)
+    if source is None or any(source.resolve().is_relative_to(folder.resolve()) for folder in foreign):
+        return None
+    return source
+
+
+def why_not_importable(target: str) -> str | None:
+    """A sentence why `target` cannot be imported from here, or None if nothing speaks against it."""
+    parts = target.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return "not an import path such as package.module.name"
+    if parts[0] in sys.builtin_module_names:
+        return None
+    sources = _sources(parts)
     if not sources:
         return f"no module {parts[0]!r} on Python's path (which includes the folder you start from)"
     # a package may give a function the name of the submodule it comes from

@@ -129,6 +129,7 @@ def profile(
     """
     clock = Clock(device)
     dataset = build_dataset(settings, train=True)
+    host_memory.reset_peak()
     memory_before = host_memory.resident_bytes()
     last_step_s = 0.0  # of the warm-up: tells how many steps can be afforded
     memory_limit = host_memory.limit_bytes() / ranks_on_host

@@ -55,6 +55,7 @@ def train(
     hyper = settings.training
     loss_fn = build_loss(settings, device)
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
+    host_memory.reset_peak()
     num_samples = len(train_set)
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
     model = replicate(build_model(settings), device, settings.training.channels_last)
