@@ -116,6 +116,13 @@ def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smal
     assert [a.verdict for a in Journal(run.journal).state().of("train")] == [Verdict.incomplete, Verdict.success]
 
 
+def test_scaling_that_does_nothing_is_told(tmp_path: Path, smallest: list[str]):
+    """Where the chosen batch is not larger than the one the rate was tuned for, the user reads that AGS is idle."""
+    answer = tula(tmp_path, *smallest, "method.small_batch=32")
+    finished_run(answer)
+    assert "adaptive gradient scaling has nothing to do at a global batch of 32" in answer.stdout
+
+
 def test_a_model_that_fails_is_shown_with_its_own_error(tmp_path: Path, smallest: list[str]):
     """A bug in the user's model ends the run with that error and the way to its logs, without our traceback."""
     (tmp_path / "mine.py").write_text("def net(**_):\n    raise ValueError('my own bug')\n")

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import PricingKind, Settings, measurement_signature, to_plain
+from tula_hpc.config import MethodKind, PricingKind, Settings, measurement_signature, to_plain
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.scheduler import JobRequest, Scheduler
@@ -65,6 +65,7 @@ class Controller:
         if not self.run.selection.exists():
             self._choose()
         self.display.choice(self.run)
+        self._say_if_nothing_is_scaled()
         if not self.run.train_result.exists():
             self._train()
         self._report()
@@ -276,6 +277,14 @@ class Controller:
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
         )
+
+    def _say_if_nothing_is_scaled(self) -> None:
+        batch, method = read_json(self.run.selection)["global_batch"], self.settings.method
+        if method.kind is MethodKind.ags and batch <= method.small_batch:
+            self.display.explain(
+                f"adaptive gradient scaling has nothing to do at a global batch of {batch}: the learning rate was tuned "
+                f"for {method.small_batch} (method.small_batch)"
+            )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
