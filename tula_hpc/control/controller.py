@@ -282,8 +282,8 @@ class Controller:
         batch, method = read_json(self.run.selection)["global_batch"], self.settings.method
         if method.kind is MethodKind.ags and batch <= method.small_batch:
             self.display.explain(
-                f"adaptive gradient scaling has nothing to do at a global batch of {batch}: the learning rate was tuned "
-                f"for {method.small_batch} (method.small_batch)"
+                f"adaptive gradient scaling has nothing to do at a global batch of {batch}: the learning rate was "
+                f"tuned for {method.small_batch} (method.small_batch)"
             )
 
     # --- training -----------------------------------------------------------------------------------------------------
