@@ -108,10 +108,10 @@ class Controller:
             if not wanted and not running:
                 break
             wanted = [c for c in wanted if profile_job(c) not in {a.job for a in running}]
-            groups = [[c for c in wanted if c.num_nodes == n] for n in sorted({c.num_nodes for c in wanted})]
-            self.jobs.refuse_what_would_be_rejected(groups)
+            groups, limit_min = by_node_count(wanted), self.settings.cluster.profile_time_limit_min
+            self.jobs.refuse_what_would_be_rejected(groups, limit_min)
             for group in groups:
-                self.jobs.submit("profile", group)
+                self.jobs.submit("profile", group, limit_min)
             total = len(measured) + len(wanted) + len(running)
 
             def on_look(looks: list[Look], total: int = total) -> None:
@@ -366,15 +366,17 @@ class Controller:
         return 0.2 if self.scheduler.one_host else self.settings.cluster.poll_interval_s
 
 
+def by_node_count(candidates: list[Candidate]) -> list[list[Candidate]]:
+    """Candidates that can share a submission: those of each number of nodes, fewest nodes first."""
+    return [[c for c in candidates if c.num_nodes == n] for n in sorted({c.num_nodes for c in candidates})]
+
+
 def profiling_requests(controller: Controller) -> list[tuple[JobRequest, list[Candidate]]]:
     """What the first round of profiling would submit if nothing was measured yet."""
     grid = controller.settings.grid_candidates()
     wanted = next_candidates(controller.settings.search.mode.name, grid, set(), set())
-    requests = []
-    for nodes in sorted({c.num_nodes for c in wanted}):
-        candidates = [c for c in wanted if c.num_nodes == nodes]
-        requests.append((controller.jobs.request("profile", candidates, dict.fromkeys(candidates, 1)), candidates))
-    return requests
+    limit_min = controller.settings.cluster.profile_time_limit_min
+    return [(controller.jobs.request("profile", group, limit_min), group) for group in by_node_count(wanted)]
 
 
 def checkpoint_samples(run: RunFolder) -> int:

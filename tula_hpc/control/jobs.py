@@ -23,6 +23,10 @@ def profile_job(candidate: Candidate) -> str:
     return f"profile/{candidate.name}"
 
 
+def _job(kind: str, candidate: Candidate) -> str:
+    return profile_job(candidate) if kind == "profile" else TRAIN
+
+
 @dataclass(frozen=True)
 class Look:
     """One attempt as seen in one look at the queue."""
@@ -50,34 +54,35 @@ class Jobs:
         self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
 
-    def request(self, job: str, candidates: list[Candidate], number_of: dict[Candidate, int]) -> JobRequest:
-        """The submission for candidates of one node count; pure but for the tag, which no other submission has."""
-        cluster = self._settings.cluster
-        count = len(self._journal.state().attempts)
-        kind = "profile" if job != TRAIN else TRAIN
-        nodes = candidates[0].num_nodes
-        folders = [self._run.attempt(profile_job(c) if kind == "profile" else TRAIN, number_of[c]) for c in candidates]
+    def request(self, kind: str, candidates: list[Candidate], time_limit_min: int | None) -> JobRequest:
+        """The next submission for candidates of one node count; nothing is written or submitted.
+
+        Args:
+            kind: `profile` or `train`; a training is submitted alone.
+            candidates: What each attempt of it runs.
+            time_limit_min: Time limit of each attempt; None: no limit.
+        """
+        cluster, state = self._settings.cluster, self._journal.state()
+        nodes, jobs = candidates[0].num_nodes, [_job(kind, c) for c in candidates]
         return JobRequest(
-            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{count + 1}",
-            attempts=tuple(folders),
+            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{len(state.attempts) + 1}",
+            attempts=tuple(self._run.attempt(job, len(state.of(job)) + 1) for job in jobs),
             num_nodes=nodes,
             ranks_per_node=cluster.ranks_per_node,
-            time_limit_min=cluster.profile_time_limit_min if kind == "profile" else cluster.train_time_limit_min,
+            time_limit_min=time_limit_min,
             max_running=cluster.max_running_jobs,
             measures=kind == "profile",
         )
 
-    def refuse_what_would_be_rejected(self, groups: list[list[Candidate]]) -> None:
+    def refuse_what_would_be_rejected(self, groups: list[list[Candidate]], time_limit_min: int) -> None:
         """Ask the scheduler about every submission of a round of profiling before the first is made.
 
         Raises:
             SubmissionRejected: With the scheduler's words for each that it would refuse.
         """
-        state = self._journal.state()
         reasons = []
         for group in groups:
-            number_of = {c: len(state.of(profile_job(c))) + 1 for c in group}
-            reason = self._scheduler.why_rejected(self.request("profile", group, number_of))
+            reason = self._scheduler.why_rejected(self.request("profile", group, time_limit_min))
             if reason is not None:
                 reasons.append(f"{group[0].num_nodes} nodes: {reason}")
         if reasons:
@@ -85,31 +90,22 @@ class Jobs:
                 f"{self._scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(reasons)
             )
 
-    def submit(self, kind: str, candidates: list[Candidate], time_limit_min: int | None = None) -> None:
+    def submit(self, kind: str, candidates: list[Candidate], time_limit_min: int | None) -> None:
         """Write down what is wanted, submit it, write down the ids.
 
-        Args:
-            kind: `profile` or `train`.
-            candidates: Of one node count; a training is submitted alone.
-            time_limit_min: Instead of the configured limit.
+        The arguments are those of `request`.
 
         Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
 
         Raises:
             SubmissionRejected: If the scheduler refuses; the attempts are then on record as never started.
         """
-        state = self._journal.state()
-        job_of = {c: profile_job(c) if kind == "profile" else TRAIN for c in candidates}
-        number_of = {c: len(state.of(job_of[c])) + 1 for c in candidates}
-        request = self.request(kind, candidates, number_of)
-        if time_limit_min is not None:
-            request = replace(request, time_limit_min=time_limit_min)
+        request = self.request(kind, candidates, time_limit_min)
         attempts = []
         for candidate, folder in zip(candidates, request.attempts, strict=True):
             self._write_request(kind, candidate, folder)
-            attempt = Attempt(
-                job_of[candidate], number_of[candidate], request.tag, candidate.batch_per_rank, candidate.num_nodes
-            )
+            job = _job(kind, candidate)
+            attempt = Attempt(job, folder.number, request.tag, candidate.batch_per_rank, candidate.num_nodes)
             self._journal.intend(attempt)
             attempts.append(attempt)
         try:

@@ -32,7 +32,6 @@ class Attempt:
     """The scheduler's id; None between intent and submission."""
     verdict: Verdict | None = None
     reason: str = ""
-    submitted_at: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -79,7 +78,7 @@ class Journal:
                 event["job"], event["attempt"], event["tag"], event["batch_per_rank"], event["num_nodes"]
             )
         elif event["event"] == "submitted":
-            self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"], submitted_at=event["time"])
+            self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"])
         elif event["event"] == "verdict":
             verdict = Verdict(event["verdict"])
             self._attempts[key] = replace(self._attempts[key], verdict=verdict, reason=event["reason"])

@@ -93,12 +93,11 @@ def check_site(settings: Settings) -> list[str]:
     if not partitions:
         return ["cluster.kind is slurm and sinfo gives no partition; is Slurm's controller up? (`scontrol ping`)"]
     offered = "; ".join(f"{name}: {nodes} nodes, time limit {limit}" for name, (nodes, limit, _) in partitions.items())
-    default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
     if cluster.partition is not None and cluster.partition not in partitions:
         problems.append(
             f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}"
         )
-    elif (name := cluster.partition or default) is not None:
+    elif (name := _partition_used(cluster, partitions)) is not None:
         largest = max(c.num_nodes for c in settings.grid_candidates())
         if largest > partitions[name][0]:
             problems.append(
@@ -118,6 +117,12 @@ def _partitions() -> dict[str, tuple[int, str, bool]]:
         nodes, limit = rest.split("|")
         found[name.rstrip("*")] = (int(nodes), limit, name.endswith("*"))
     return found
+
+
+def _partition_used(cluster: ClusterSettings, partitions: dict[str, tuple[int, str, bool]]) -> str | None:
+    """The partition that is asked for, or the cluster's default one; None if there is neither."""
+    default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
+    return cluster.partition or default
 
 
 def _minutes(limit: str) -> int | None:
@@ -194,8 +199,7 @@ class SlurmScheduler:
 
     def longest_job_min(self) -> int | None:
         partitions = _partitions()
-        default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
-        name = self._settings.cluster.partition or default
+        name = _partition_used(self._settings.cluster, partitions)
         return None if name not in partitions else _minutes(partitions[name][1])
 
     def _executor(self, request: JobRequest) -> Any:
