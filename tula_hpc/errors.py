@@ -26,6 +26,10 @@ class SubmissionRejected(TulaError):
     """The scheduler refused a job and said why; nothing of it was queued."""
 
 
+class SubmissionLimited(SubmissionRejected):
+    """The scheduler takes no more jobs of this user now, or not so many at once; it may later."""
+
+
 class SubmissionUnknown(TulaError):
     """The scheduler neither took nor refused a job: it may be queued all the same, so it must be looked for."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
-from tula_hpc.control.scheduler import JobRequest, Scheduler
+from tula_hpc.control.scheduler import JobRequest, Scheduler, Seen
 from tula_hpc.control.verdicts import Evidence, QueueState, Verdict, conclude
 from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
@@ -146,9 +146,9 @@ class Jobs:
             return None
         looks = []
         for attempt in open_attempts:
-            state = states[attempt.job_id] if attempt.job_id else QueueState.absent
-            verdict = None if state.active else self._judge(attempt, state)
-            looks.append(Look(attempt, state, verdict))
+            seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
+            verdict = None if seen.state.active else self._judge(attempt, seen.state)
+            looks.append(Look(attempt, seen.state, verdict))
         return looks
 
     def _looked_for(self, attempt: Attempt) -> Attempt:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from tula_hpc.config import Settings
-from tula_hpc.control.scheduler import JobRequest, tail
+from tula_hpc.control.scheduler import JobRequest, Seen, tail
 from tula_hpc.control.verdicts import QueueState
 from tula_hpc.runs import AttemptFolder
 
@@ -63,7 +63,7 @@ class LocalScheduler:
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         return None  # what an earlier controller started here has ended with it
 
-    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState]:
+    def states(self, job_ids: Collection[str]) -> Mapping[str, Seen]:
         for job in self._jobs.values():
             if job.state is QueueState.running:
                 self._look_at(job)
@@ -71,7 +71,13 @@ class LocalScheduler:
             waiting = next(((i, job) for i, job in self._jobs.items() if job.state is QueueState.pending), None)
             if waiting is not None:
                 self._start(*waiting)
-        return {i: self._jobs[i].state if i in self._jobs else QueueState.absent for i in job_ids}
+        return {i: Seen(self._jobs[i].state if i in self._jobs else QueueState.absent) for i in job_ids}
+
+    def broken_hosts(self, hosts: Collection[str]) -> list[str]:
+        return []
+
+    def memory_gib_per_node(self) -> float | None:
+        return None
 
     def cancel(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

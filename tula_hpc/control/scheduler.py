@@ -24,6 +24,21 @@ class JobRequest:
     """How many of the attempts may run at once."""
     measures: bool = False
     """Times are taken: other jobs on the same nodes would disturb them."""
+    memory_gib: float | None = None
+    """Host memory to ask for on each node, GiB; None: `cluster.memory_gib`."""
+    excluded_hosts: tuple[str, ...] = ()
+    """Hosts that the job must not run on."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the scheduler says of one job."""
+
+    state: QueueState
+    why: str = ""
+    """The scheduler's reason for letting it wait, such as `Resources`; empty if it gives none."""
+    hosts: tuple[str, ...] = ()
+    """The hosts it was given."""
 
 
 class Scheduler(Protocol):
@@ -40,7 +55,8 @@ class Scheduler(Protocol):
         """Submit and return an id for each attempt.
 
         Raises:
-            SubmissionRejected: If nothing was queued.
+            SubmissionLimited: If nothing was queued because a limit on the number of jobs is reached.
+            SubmissionRejected: If nothing was queued for any other reason.
             SubmissionUnknown: If the answer got lost; `find` tells later.
         """
         ...
@@ -61,8 +77,16 @@ class Scheduler(Protocol):
         """
         ...
 
-    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:
+    def states(self, job_ids: Collection[str]) -> Mapping[str, Seen] | None:
         """Where the jobs are; None if the question could not be asked, which concludes nothing."""
+        ...
+
+    def broken_hosts(self, hosts: Collection[str]) -> list[str]:
+        """Those of the hosts that are down, drained, or do not answer."""
+        ...
+
+    def memory_gib_per_node(self) -> float | None:
+        """Host memory of the smallest node a job may get, GiB; None if nobody knows."""
         ...
 
     def cancel(self, job_ids: Collection[str]) -> None: ...

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tula_hpc.config import ClusterSettings, GpuRequest, Settings
-from tula_hpc.control.scheduler import JobRequest, tail
+from tula_hpc.control.scheduler import JobRequest, Seen, tail
 from tula_hpc.control.verdicts import QueueState, slurm_state
 from tula_hpc.errors import SchedulerSilent, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.job import run_attempt
@@ -232,12 +232,18 @@ class SlurmScheduler:
         work.dump(unfinished)
         unfinished.replace(paths.submitted_pickle)
 
-    def states(self, job_ids: Collection[str]) -> Mapping[str, QueueState] | None:
+    def states(self, job_ids: Collection[str]) -> Mapping[str, Seen] | None:
         answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T")
         if answer is None or answer.returncode != 0:
             return None
         states = {job_id: slurm_state(state) for job_id, state in _rows(answer.stdout)}
-        return {job_id: states.get(job_id, QueueState.absent) for job_id in job_ids}
+        return {job_id: Seen(states.get(job_id, QueueState.absent)) for job_id in job_ids}
+
+    def broken_hosts(self, hosts: Collection[str]) -> list[str]:
+        return []
+
+    def memory_gib_per_node(self) -> float | None:
+        return None
 
     def cancel(self, job_ids: Collection[str]) -> None:
         if job_ids:
