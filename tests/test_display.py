@@ -7,14 +7,15 @@ from rich.console import Console
 
 from tula_hpc.control.jobs import Look
 from tula_hpc.control.journal import Attempt
+from tula_hpc.control.scheduler import Seen
 from tula_hpc.control.verdicts import QueueState, Verdict
 from tula_hpc.display import Display, duration
 
-ATTEMPT = Attempt("profile/n002-b00064", 1, "tag", 64, 2, "42_0")
+ATTEMPT = Attempt("profile/n002-b00064", 1, "tag", 64, 2, job_id="42_0")
 
 
-def look(state: QueueState, verdict: Verdict | None = None) -> Look:
-    return Look(ATTEMPT, state, verdict)
+def look(state: QueueState, verdict: Verdict | None = None, why: str = "") -> Look:
+    return Look(ATTEMPT, Seen(state, why), verdict)
 
 
 def test_without_a_terminal_each_change_is_one_line(capsys: pytest.CaptureFixture[str]):
@@ -43,3 +44,13 @@ def test_on_a_terminal_the_jobs_and_the_time_left_are_shown():
 def test_durations_come_in_the_unit_a_person_would_use(seconds: float, text: str):
     """Milliseconds to days, three digits or so."""
     assert duration(seconds) == text
+
+
+def test_a_job_that_waits_for_ever_is_pointed_out_once(capsys: pytest.CaptureFixture[str]):
+    """The reason for waiting is shown, and one that does not go away by itself is explained once."""
+    display = Display()
+    for why in ("Resources", "JobHeldUser", "JobHeldUser"):
+        display.jobs("profiling", [look(QueueState.pending, why=why)], 0, 1, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert "profile on 2 nodes, batch 64 a rank: pending (Resources)" in lines
+    assert len([line for line in lines if "does not go away by itself" in line and "42_0" in line]) == 1

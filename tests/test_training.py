@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.ranks import checkpoints, workloads
 from tula_hpc.ranks.distributed import Rank
-from tula_hpc.ranks.training import RemainingSampler, TimeIsUp, train
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
+from tula_hpc.ranks.training import RemainingSampler, train
 from tula_hpc.runs import RunFolder, read_json
 
 ALONE = Rank(0, 1, 0, "test", "test")
@@ -27,8 +28,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class AfterSteps(threading.Event):
-    """Set from the n-th look on; training looks once a step."""
+class AfterSteps(EarlyWarning):
+    """A warning that comes at the n-th look; training looks once a step and once a batch of the evaluation."""
 
     def __init__(self, steps: int):
         super().__init__()
@@ -36,7 +37,9 @@ class AfterSteps(threading.Event):
 
     def is_set(self) -> bool:
         self._left -= 1
-        return self._left <= 0
+        if self._left == 0:
+            self.receive(signal.SIGUSR2)
+        return super().is_set()
 
 
 def seen_digits(root: Path, train: bool, log: list[int]) -> Dataset:
@@ -75,12 +78,12 @@ def test_resuming_in_an_epoch_changes_nothing(tiny_settings: Callable[..., Setti
     candidate = Candidate(1, 64)
     whole, parted = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parted")
     log = watched(settings)
-    train(settings, candidate, ALONE, whole, CPU, threading.Event())
+    train(settings, candidate, ALONE, whole, CPU, EarlyWarning(), Heartbeat(None))
     seen_at_once = log.copy()
     log.clear()
     with pytest.raises(TimeIsUp):
-        train(settings, candidate, ALONE, parted, CPU, AfterSteps(30))  # 23 steps an epoch
-    train(settings, candidate, ALONE, parted, CPU, threading.Event())
+        train(settings, candidate, ALONE, parted, CPU, AfterSteps(30), Heartbeat(None))  # 23 steps an epoch
+    train(settings, candidate, ALONE, parted, CPU, EarlyWarning(), Heartbeat(None))
     assert log == seen_at_once
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(parted)[name]), name
@@ -94,8 +97,10 @@ def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(
     settings = tiny_settings("training.warmup_epochs=0")
     run = RunFolder(tmp_path / "run")
     with pytest.raises(TimeIsUp):
-        train(settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(8))  # 256 samples: the last step of epoch 1
-    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+        train(
+            settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(8), Heartbeat(None)
+        )  # 256 samples: the last step of epoch 1
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     first, second = run.read_metrics()
     assert (first["epoch"], first["train_loss"], first["step_time_s"]) == (1, None, None)
     assert first["test_top1"] > 0
@@ -122,9 +127,9 @@ def test_a_smaller_batch_goes_on_with_the_rest_of_the_epoch(tiny_settings: Calla
     run = RunFolder(tmp_path / "run")
     log = watched(settings)
     with pytest.raises(TimeIsUp):
-        train(settings, Candidate(1, 128), ALONE, run, CPU, AfterSteps(5))
+        train(settings, Candidate(1, 128), ALONE, run, CPU, AfterSteps(5), Heartbeat(None))
     assert len(log) == 5 * 128
-    train(settings, Candidate(1, 64), ALONE, run, CPU, threading.Event())
+    train(settings, Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     assert sorted(log[:1437]) == list(range(1437))
     assert [line["global_batch"] for line in run.read_metrics()] == [64, 64]
     assert read_json(run.train_result)["global_batch"] == 64
@@ -134,7 +139,7 @@ def test_accuracies_count_every_test_sample_once(tiny_settings: Callable[..., Se
     """Percentages are whole multiples of one test sample, although 97 is not a multiple of the batch."""
     settings = tiny_settings("training.eval_batch_per_rank=10")
     run = RunFolder(tmp_path / "run")
-    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     for line in run.read_metrics():
         for key in ("test_top1", "test_top5"):
             assert line[key] * 97 / 100 == pytest.approx(round(line[key] * 97 / 100), abs=1e-6)
@@ -144,7 +149,7 @@ def test_accuracies_count_every_test_sample_once(tiny_settings: Callable[..., Se
 def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Settings], tmp_path: Path):
     """Each line of metrics.jsonl holds what other tools read from it."""
     run = RunFolder(tmp_path / "run")
-    train(tiny_settings(), Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    train(tiny_settings(), Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     promised = ["epoch", "samples", "lr", "train_loss", "train_top1", "test_loss", "test_top1", "test_top5"]
     promised += ["global_batch", "method"]
     assert all(key in line for line in run.read_metrics() for key in promised)
@@ -158,7 +163,7 @@ def test_the_learning_rate_follows_the_schedule(tiny_settings: Callable[..., Set
         "training.epochs=4", "training.warmup_epochs=2", "training.milestones=[3]", "training.lr=0.1"
     )
     run = RunFolder(tmp_path / "run")
-    train(settings, Candidate(1, 64), ALONE, run, CPU, threading.Event())
+    train(settings, Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     rates = [line["lr"] for line in run.read_metrics()]  # of the last of four steps of each epoch
     assert rates == pytest.approx([0.1 * (0.1 + 0.9 * 0.375), 0.1 * (0.1 + 0.9 * 0.875), 0.1, 0.01])
 
@@ -170,7 +175,7 @@ def test_options_of_speed_train_as_well(tiny_settings: Callable[..., Settings], 
     """Memory format, bfloat16 and loader processes change the speed and not whether it learns."""
     settings = tiny_settings(override, "training.epochs=8", "training.warmup_epochs=0", "data.train_samples=512")
     run = RunFolder(tmp_path / "run")
-    train(settings, Candidate(1, 32), ALONE, run, CPU, threading.Event())
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     assert run.read_metrics()[-1]["test_top1"] > 80
 
 

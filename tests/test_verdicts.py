@@ -2,7 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from tula_hpc.control.verdicts import SLURM_STATES, Evidence, QueueState, Verdict, conclude, slurm_state
+from tula_hpc.control.verdicts import (
+    SLURM_STATES,
+    STUCK,
+    Evidence,
+    QueueState,
+    RankError,
+    Verdict,
+    conclude,
+    slurm_state,
+)
 from tula_hpc.ranks.job import classify
 
 # job_state of squeue's man page (22.05 to 25.11), base states and flags
@@ -58,6 +67,11 @@ def evidence(**changes: object) -> Evidence:
     return Evidence(**values)  # type: ignore[arg-type]
 
 
+lost = RankError("lost", "rank 0 on n1: Connection closed by peer")
+waited = RankError("waited", "rank 0 on n1: timed out waiting for rank 1")
+terminated = RankError("terminated", "SIGTERM came 40 s after the start")
+
+
 @pytest.mark.parametrize(
     ("seen", "verdict"),
     [
@@ -65,15 +79,27 @@ def evidence(**changes: object) -> Evidence:
         (evidence(queue=QueueState.completed), Verdict.incomplete),
         (evidence(queue=QueueState.absent), Verdict.incomplete),
         (evidence(queue=QueueState.absent, started=False), Verdict.never_started),
-        (evidence(rank_errors=(("error", "peer gone"), ("cuda_oom", "CUDA out of memory"))), Verdict.cuda_oom),
-        (evidence(rank_errors=(("error", "bug"),)), Verdict.failed),
-        (evidence(rank_errors=(("error", "peer gone"),), queue=QueueState.node_failure), Verdict.node_failure),
-        (evidence(rank_errors=(("error", "peer gone"),), log_tail="Detected 1 oom_kill event"), Verdict.host_oom),
+        (evidence(rank_errors=(lost, RankError("cuda_oom", "CUDA out of memory"))), Verdict.cuda_oom),
+        (evidence(rank_errors=(RankError("error", "bug"),)), Verdict.failed),
+        (evidence(rank_errors=(lost,), queue=QueueState.node_failure), Verdict.node_failure),
+        (evidence(rank_errors=(lost,), log_tail="Detected 1 oom_kill event"), Verdict.host_oom),
         (evidence(queue=QueueState.out_of_memory), Verdict.host_oom),
         (evidence(queue=QueueState.timeout), Verdict.timeout),
         (evidence(started=False, log_tail="could not find submitted jobs in path:"), Verdict.never_started),
         (evidence(queue=QueueState.preempted), Verdict.preempted),
         (evidence(queue=QueueState.cancelled), Verdict.cancelled),
+        (evidence(rank_errors=(lost, RankError("error", "bug"))), Verdict.failed),
+        (evidence(rank_errors=(waited, lost)), Verdict.hung),
+        (evidence(log_tail="Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), Verdict.hung),
+        (evidence(rank_errors=(lost,)), Verdict.incomplete),
+        (evidence(rank_errors=(RankError("timeout", "warned"), lost)), Verdict.timeout),
+        (evidence(rank_errors=(RankError("preempted", "warned"), lost)), Verdict.preempted),
+        (evidence(rank_errors=(RankError("preempted", "warned"),), queue=QueueState.cancelled), Verdict.cancelled),
+        (evidence(rank_errors=(terminated,)), Verdict.preempted),
+        (evidence(rank_errors=(terminated,), queue=QueueState.cancelled), Verdict.cancelled),
+        (evidence(rank_errors=(terminated,), queue=QueueState.absent), Verdict.cancelled),
+        (evidence(queue=QueueState.absent, near_its_limit=True), Verdict.timeout),
+        (evidence(started=False, log_tail="task 0: User defined signal 2"), Verdict.preempted),
         (evidence(), Verdict.failed),
     ],
 )
@@ -98,9 +124,33 @@ def test_a_failure_without_words_shows_the_end_of_its_log():
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), "host_oom"),
         (OSError(12, "Cannot allocate memory"), "host_oom"),
         (MemoryError(), "host_oom"),
+        (RuntimeError("CUDA error: out of memory; NCCL error in ncclCommInitRank"), "cuda_oom"),
+        (RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 300000ms for recv operation"), "waited"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:2"), "lost"),
+        (ValueError("connection reset"), "error"),
         (ValueError("shapes do not match"), "error"),
     ],
 )
 def test_errors_of_ranks_are_told_apart(error: BaseException, kind: str):
     """Device memory, host memory and everything else are three kinds."""
     assert classify(error) == kind
+
+
+@pytest.mark.parametrize(
+    ("reason", "stuck"),
+    [
+        ("JobHeldUser", True),
+        ("launch failed requeued held", True),
+        ("DependencyNeverSatisfied", True),
+        ("PartitionTimeLimit", True),
+        ("QOSMaxNodePerJobLimit", True),
+        ("Priority", False),
+        ("Resources", False),
+        ("BeginTime", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpCpuLimit", False),
+    ],
+)
+def test_reasons_that_do_not_go_away_are_known(reason: str, stuck: bool):
+    """Waiting for resources, priority or the end of other jobs is normal; a hold or an impossible limit is not."""
+    assert (STUCK.search(reason) is not None) is stuck

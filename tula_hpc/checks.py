@@ -19,6 +19,8 @@ _POSITIVE = (
     "cluster.profile_time_limit_min",
     "cluster.train_time_limit_min",
     "cluster.memory_gib",
+    "cluster.max_memory_gib",
+    "cluster.hang_timeout_min",
     "cluster.max_running_jobs",
     "cluster.poll_interval_s",
     "workload.train_samples",
@@ -57,6 +59,7 @@ _NOT_NEGATIVE = (
     "training.max_relaunches",
 )
 _RANGES = (
+    ("cluster.memory_gib", "cluster.max_memory_gib"),
     ("grid.min_nodes", "grid.max_nodes"),
     ("grid.min_batch_per_rank", "grid.max_batch_per_rank"),
     ("grid.min_global_batch", "grid.max_global_batch"),
@@ -83,7 +86,9 @@ def check(settings: Settings) -> list[str]:
         if _value(settings, key) is not None and not 0 <= _value(settings, key) < math.inf
     ]
     for low, high in _RANGES:
-        if _value(settings, high) is not None and _value(settings, low) > _value(settings, high):
+        if None not in (_value(settings, low), _value(settings, high)) and _value(settings, low) > _value(
+            settings, high
+        ):
             problems.append(
                 f"{low} is {_value(settings, low)}, above {high}={_value(settings, high)}; lower one or raise the other"
             )

@@ -107,6 +107,8 @@ class ClusterSettings:
     """CPU cores for each rank; also its number of threads when it computes on CPUs."""
     memory_gib: float | None = None
     """Host memory to ask for on each node, GiB. Null: the partition's default."""
+    max_memory_gib: float | None = no_result(None)
+    """Most host memory to ask for when a job was killed for its lack, GiB a node. Null: what the nodes have."""
     partition: str | None = None
     account: str | None = no_result(None)
     qos: str | None = no_result(None)
@@ -128,6 +130,10 @@ class ClusterSettings:
     """Seconds between two looks at the queue."""
     file_lag_s: float = no_result(60.0)
     """Seconds after a job has left the queue in which its last file may still become visible on this machine."""
+    hang_timeout_min: float = no_result(30.0)
+    """A running job without a sign of progress for this long is ended, minutes."""
+    resubmit_cancelled: bool = no_result(False)
+    """Jobs that were cancelled from outside are not run again, unless this is true."""
     setup: list[str] = field(default_factory=list)
     """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
     srun_args: list[str] = field(default_factory=list)
@@ -271,7 +277,7 @@ class TrainingSettings:
     checkpoint_every_min: float = no_result(10.0)
     """Minutes between two checkpoints inside an epoch; one is always written at the end of an epoch."""
     max_relaunches: int = no_result(4)
-    """How often the training may be started again after it ran out of memory, lost a node or was ended."""
+    """How often the training may be started again after each kind of end: out of memory, a lost node, preemption ..."""
     collective_timeout_s: float = no_result(300.0)
     """A rank that waits longer than this for the others ends, and so does its job."""
 

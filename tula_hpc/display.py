@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tula_hpc.control.verdicts import STUCK
 from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Display:
         self._rows: dict[tuple[str, int], _Row] = {}
         self._last_progress = 0.0
         self._last_silence = 0.0
+        self._waiting_for = ("", "")
+        self._stuck: set[tuple[str, int]] = set()
 
     def say(self, text: str) -> None:
         """One line that stays; a terminal breaks it wherever it likes, so that paths can be copied."""
@@ -99,10 +102,19 @@ class Display:
             self._last_silence = time.monotonic()
             self.say(f"Slurm has not answered for {duration(seconds)}; nothing is concluded from that, jobs may go on")
 
+    def waiting(self, what: str, reason: str) -> None:
+        """Something cannot be submitted now; said once for each reason."""
+        if self._waiting_for != (what, reason):
+            self._waiting_for = what, reason
+            self.say(f"{what} must wait: {reason}")
+
     def _show(self, looks: list[Look], headline: str, done: int, total: int) -> None:
         now = time.monotonic()
         for look in looks:
-            word = (look.verdict.value if look.verdict else look.state.value).replace("_", " ")
+            word = (look.verdict.value if look.verdict else look.seen.state.value).replace("_", " ")
+            if look.verdict is None and look.seen.why:
+                word += f" ({look.seen.why})"
+                self._warn_if_stuck(look)
             row = self._rows.setdefault(look.attempt.key, _Row(_job_name(look.attempt), "", now))
             if row.word == word:
                 continue
@@ -124,9 +136,23 @@ class Display:
             table.add_column(column)
         for row in list(self._rows.values())[-ROWS_SHOWN:]:
             lasted = now - row.since if row.lasted_s is None else row.lasted_s
-            table.add_row(row.name, Text(row.word, style=_COLOURS.get(row.word, "red")), duration(round(lasted)))
+            table.add_row(
+                row.name,
+                Text(row.word, style=_COLOURS.get(row.word.partition(" (")[0], "red")),
+                duration(round(lasted)),
+            )
         bar = ProgressBar(total=max(1, total), completed=done, width=48)
         self._live.update(Group(table, Text(headline), bar))
+
+    def _warn_if_stuck(self, look: Look) -> None:
+        """Say once that a job waits for something that does not come by itself."""
+        key = look.attempt.key
+        if STUCK.search(look.seen.why) and key not in self._stuck:
+            self._stuck.add(key)
+            self.say(
+                f"{_job_name(look.attempt)}: job {look.attempt.job_id} waits with the reason {look.seen.why}, which "
+                f"does not go away by itself; `scontrol show job {look.attempt.job_id}` tells more"
+            )
 
     def close(self) -> None:
         """Take the live table away; what was said stays."""

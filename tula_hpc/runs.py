@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -224,6 +224,16 @@ class AttemptFolder:
         """Folder made by the first job that works on this attempt; a second one finds it and leaves."""
         return self.path / "claim"
 
+    @property
+    def launch(self) -> Path:
+        """The newest start of the job that holds the claim; a requeued job is another launch."""
+        return self.claim / "launch.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Rewritten by rank 0 while the work goes on."""
+        return self.path / "heartbeat.json"
+
     def rendezvous(self, launch: str) -> Path:
         """Where rank 0 of one launch says how to reach it; a requeued job is another launch."""
         return self.path / f"rendezvous-{safe_tag(launch)}.json"
@@ -241,16 +251,18 @@ class AttemptFolder:
         return self.path / f"rank-{rank:04d}.log"
 
     def errors(self) -> list[dict[str, Any]]:
-        """What failing ranks wrote before they ended, earliest first: the others mostly report the loss of the first.
+        """What failing ranks of the newest launch wrote before they ended, earliest first: the others mostly report the
+        loss of the first.
 
         Torn files are passed over.
         """
-        found = []
+        newest, found = None, []
+        with suppress(RecordError):
+            newest = read_json(self.launch)["launch"]
         for path in sorted(self.path.glob("error-*.json")):
-            try:
+            with suppress(RecordError):
                 found.append(read_json(path))
-            except RecordError:
-                continue
+        found = [error for error in found if newest is None or error["launch"] in (None, newest)]
         return sorted(found, key=lambda error: error["time"])
 
 

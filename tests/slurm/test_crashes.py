@@ -46,7 +46,7 @@ def deadly(function, name_of):
 
 
 Journal._append = deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
-SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-3])
+SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-4])
 controller.write_json = deadly(controller.write_json, lambda path, value: path.name)
 Controller = controller.Controller
 for stage in ("_profile", "_fit", "_choose", "_train", "_report"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
+import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
-from tula_hpc.errors import RecordError, TulaError
+from tula_hpc.errors import RecordError, SubmissionRejected, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
 from tula_hpc.models.search import next_candidates
@@ -29,10 +30,16 @@ from tula_hpc.models.step_time import StepTimeFit, fit_step_time
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
-# Ends that say nothing about the candidate, so the job may be run again: once in profiling, where the next run of the
-# command tries anyway, and `training.max_relaunches` times in training.
-RETRIED = frozenset({Verdict.preempted, Verdict.node_failure, Verdict.incomplete, Verdict.never_started})
-RETRIES_IN_PROFILING = 1
+# Ends that say nothing about the candidate, and how often a profiling job is run again after each; counted from the
+# last time that a user started the command. A training is, `training.max_relaunches` times after each.
+RETRIES_IN_PROFILING = {
+    Verdict.preempted: 5,
+    Verdict.node_failure: 3,
+    Verdict.never_started: 2,
+    Verdict.incomplete: 1,
+    Verdict.hung: 1,
+    Verdict.host_oom: 2,
+}
 
 
 @dataclass
@@ -75,6 +82,8 @@ class Controller:
         import yaml
 
         self.run.create()
+        if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # else Slurm started this controller again, not a user
+            self.journal.started(socket.gethostname(), shlex.join(self.command))
         if not self.run.config.exists():
             write_text(self.run.config, yaml.safe_dump(to_plain(self.settings), sort_keys=False))
         if not self.run.plan.exists():
@@ -98,20 +107,16 @@ class Controller:
         """Measure what the search asks for, round by round; a round may depend on what did not fit in the last."""
         self._take_over_measurements()
         grid = self.settings.grid_candidates()
-        retries: Counter[Candidate] = Counter()
-        given_up: set[Candidate] = set()
         began, done_before = time.monotonic(), len(self._measured())
+        told = {key for key, a in self.journal.state().attempts.items() if a.verdict is not None}
         while True:
             measured, infeasible = self._measured(), self._infeasible()
-            wanted = next_candidates(self.settings.search.mode.name, grid, measured | given_up, infeasible)
-            running = [a for a in self.journal.state().attempts.values() if a.verdict is None]
+            wanted = next_candidates(self.settings.search.mode.name, grid, measured | self._given_up(), infeasible)
+            running = self.journal.state().open
             if not wanted and not running:
                 break
             wanted = [c for c in wanted if profile_job(c) not in {a.job for a in running}]
-            groups, limit_min = by_node_count(wanted), self.settings.cluster.profile_time_limit_min
-            self.jobs.refuse_what_would_be_rejected(groups, limit_min)
-            for group in groups:
-                self.jobs.submit("profile", group, limit_min)
+            self._submit_profiling(wanted)
             total = len(measured) + len(wanted) + len(running)
 
             def on_look(looks: list[Look], total: int = total) -> None:
@@ -122,15 +127,10 @@ class Controller:
                 self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
 
             self.jobs.wait(on_look, self.display.silence, self._poll_interval_s)
-            for candidate in wanted:
-                attempt = self.journal.state().last(profile_job(candidate))
-                if attempt is None or attempt.verdict in (Verdict.success, Verdict.skipped, None):
-                    continue
-                if attempt.verdict in RETRIED and retries[candidate] < RETRIES_IN_PROFILING:
-                    retries[candidate] += 1
-                elif not attempt.verdict.out_of_memory:
-                    given_up.add(candidate)
-                self.display.say(f"{candidate.name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
+            for attempt in self.journal.state().attempts.values():
+                if attempt.key not in told and attempt.verdict not in (Verdict.success, Verdict.skipped):
+                    self._tell_end(attempt)
+            told |= set(self.journal.state().attempts)
         if not self._measured():
             reasons = "\n".join(
                 f"  {c.name}: {why}" for c, why in {**self._infeasible_because(), **self._failed_because()}.items()
@@ -140,19 +140,78 @@ class Controller:
                 f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again when it is mended."
             )
 
+    def _submit_profiling(self, wanted: list[Candidate]) -> None:
+        """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round."""
+        limit_min = self.settings.cluster.profile_time_limit_min
+        self.jobs.refuse_what_would_be_rejected(by_node_count(wanted), limit_min)
+        for group in by_node_count(wanted):
+            for memory_gib, candidates in self._by_memory(group):
+                while (too_many := self.jobs.submit("profile", candidates, limit_min, memory_gib)) is not None:
+                    self.display.waiting("profiling jobs", too_many)
+                    if self.journal.state().open:
+                        return
+                    self._wait_for_room(too_many)
+
+    def _wait_for_room(self, reason: str) -> None:
+        if not self.jobs.wait_for_room(self._poll_interval_s):
+            raise SubmissionRejected(f"{reason}\nNo job of yours is queued, so waiting would not help.")
+
+    def _by_memory(self, candidates: list[Candidate]) -> list[tuple[float | None, list[Candidate]]]:
+        """Candidates by the host memory to ask for: more than configured after an attempt was killed for its lack."""
+        wanted: dict[float | None, list[Candidate]] = {}
+        for candidate in candidates:
+            last = self.journal.state().last(profile_job(candidate))
+            memory_gib = None if last is None else last.memory_gib
+            if last is not None and last.verdict is Verdict.host_oom:
+                memory_gib = self.jobs.more_memory_gib(last)
+            wanted.setdefault(memory_gib, []).append(candidate)
+        return list(wanted.items())
+
+    def _tell_end(self, attempt: Attempt) -> None:
+        assert attempt.verdict is not None
+        name = self.jobs.candidate(attempt).name
+        self.display.say(f"{name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
+
+    def _given_up(self) -> set[Candidate]:
+        """Candidates that ended without a measurement for reasons other than memory, and are not to be run again.
+
+        A job that somebody cancelled stays so. Others are run again when the user starts the command again.
+        """
+        state, found = self.journal.state(), set()
+        for candidate in self.settings.grid_candidates():
+            last = state.last(profile_job(candidate))
+            if last is None or last.verdict in (None, Verdict.success, Verdict.skipped):
+                continue
+            ended, again = last.verdict, last.start < state.start
+            if ended is Verdict.cancelled:
+                again = again and self.settings.cluster.resubmit_cancelled
+            elif ended in RETRIES_IN_PROFILING:
+                again = again or state.endings(last.job, ended) <= RETRIES_IN_PROFILING[ended]
+                again = again and (ended is not Verdict.host_oom or self.jobs.more_memory_gib(last) is not None)
+            if not again and ended not in self._out_of_memory_verdicts:
+                found.add(candidate)
+        return found
+
+    @property
+    def _out_of_memory_verdicts(self) -> set[Verdict]:
+        """Ends that say that a batch is too large. A host that ran out of memory says so only of a batch that is
+        computed on it; the batch of a GPU is not to blame."""
+        return {Verdict.cuda_oom} if self.settings.cluster.gpus_per_node > 0 else {Verdict.cuda_oom, Verdict.host_oom}
+
     def _drop_larger_batches(self, looks: list[Look]) -> None:
         """What did not fit with one batch need not be tried with a larger one on the same nodes."""
         for look in looks:
-            if look.verdict is None or not look.verdict.out_of_memory:
+            if look.verdict not in self._out_of_memory_verdicts:
                 continue
             failed = look.attempt
             larger = [
                 a
-                for a in self.journal.state().attempts.values()
-                if a.verdict is None and a.num_nodes == failed.num_nodes and a.batch_per_rank > failed.batch_per_rank
+                for a in self.journal.state().open
+                if a.num_nodes == failed.num_nodes and a.batch_per_rank > failed.batch_per_rank and a.ending is None
             ]
             if larger:
-                self.jobs.cancel(larger, f"batch {failed.batch_per_rank} a rank already ran out of memory")
+                why = f"batch {failed.batch_per_rank} a rank already ran out of memory"
+                self.jobs.end(larger, Verdict.skipped, why)
 
     def _measured(self) -> set[Candidate]:
         return {self.jobs.candidate(a) for a in _profiled(self.journal.state(), {Verdict.success})}
@@ -163,7 +222,7 @@ class Controller:
     def _infeasible_because(self) -> dict[Candidate, str]:
         """Candidates that did not fit in memory, and what was seen."""
         state = self.journal.state()
-        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, {Verdict.cuda_oom, Verdict.host_oom})}
+        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self._out_of_memory_verdicts)}
         for attempt in _profiled(state, {Verdict.success}):
             if self._point(attempt)["allocator_retries"] > 0:
                 found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
@@ -173,7 +232,7 @@ class Controller:
         """Candidates that ended without a measurement for other reasons than memory: nobody knows whether they work."""
         state = self.journal.state()
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
-        skipped = {Verdict.success, Verdict.cuda_oom, Verdict.host_oom, Verdict.skipped, None}
+        skipped = {Verdict.success, Verdict.skipped, None, *self._out_of_memory_verdicts}
         return {
             self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
@@ -227,10 +286,8 @@ class Controller:
             form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
             for form in ("overlap", "additive")
         }
-        # a host that ran out of memory says nothing about the memory of its GPUs
-        on_gpu = self.settings.cluster.gpus_per_node > 0
-        told = {Verdict.cuda_oom} if on_gpu else {Verdict.cuda_oom, Verdict.host_oom}
-        out_of_memory = [a.batch_per_rank for a in _profiled(self.journal.state(), told)]
+        ran_out = _profiled(self.journal.state(), self._out_of_memory_verdicts)
+        out_of_memory = [a.batch_per_rank for a in ran_out]
         memory = fit_memory(table, out_of_memory)
         fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
         write_json(
@@ -292,17 +349,17 @@ class Controller:
         """Train at the chosen configuration; go on from the checkpoint with a smaller batch when memory runs out."""
         chosen = read_json(self.run.selection)
         candidate = Candidate(chosen["num_nodes"], chosen["batch_per_rank"], chosen["gpus_per_node"])
-        train_time_s = chosen["predicted"]["train_time_s"]
-        relaunches = 0
+        time_limit_min = self._train_time_limit_min(chosen["predicted"]["train_time_s"])
         while True:
-            last = self.journal.state().last(TRAIN)
-            if last is not None and last.verdict is not None and last.verdict.out_of_memory:
-                candidate = self._next_smaller(self.jobs.candidate(last), last.reason)
-            elif last is not None:
-                candidate = self.jobs.candidate(last)
+            last, memory_gib = self.journal.state().last(TRAIN), None
+            if last is not None:
+                self._refuse_to_repeat(last)
+                candidate, memory_gib = self._after(last)
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
-                self.jobs.submit(TRAIN, [candidate], self._train_time_limit_min(train_time_s))
+                while (too_many := self.jobs.submit(TRAIN, [candidate], time_limit_min, memory_gib)) is not None:
+                    self.display.waiting("the training", too_many)
+                    self._wait_for_room(too_many)
             self.jobs.wait(self._show_training, self.display.silence, self._poll_interval_s)
             last = self.journal.state().last(TRAIN)
             assert last is not None
@@ -312,16 +369,50 @@ class Controller:
             self.display.say(
                 f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
             )
-            progressed = checkpoint_samples(self.run) > samples_before
-            if not (last.verdict is Verdict.timeout and progressed):  # a long training needs several jobs
-                relaunches += 1
-            again = last.verdict.out_of_memory or last.verdict in RETRIED or last.verdict is Verdict.timeout
-            if not again or relaunches > self.settings.training.max_relaunches:
+            # a long training needs several jobs
+            ran_its_time = last.verdict is Verdict.timeout and checkpoint_samples(self.run) > samples_before
+            relaunches = self.journal.state().endings(TRAIN, last.verdict)
+            may_go_on = last.verdict in {*RETRIES_IN_PROFILING, Verdict.timeout, Verdict.cuda_oom}
+            if not ran_its_time and not (may_go_on and relaunches <= self.settings.training.max_relaunches):
                 raise TulaError(
                     f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
                     f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the "
-                    "newest checkpoint."
+                    f"newest checkpoint{_if_cancelled(last)}."
                 )
+
+    def _refuse_to_repeat(self, last: Attempt) -> None:
+        """A training that somebody cancelled is not started again behind their back.
+
+        Raises:
+            TulaError: If it was, and `cluster.resubmit_cancelled` does not say otherwise.
+        """
+        state, again = self.journal.state(), self.settings.cluster.resubmit_cancelled
+        if last.verdict is Verdict.cancelled and not (again and last.start < state.start):
+            raise TulaError(
+                f"the training was cancelled ({last.reason}); the same command goes on{_if_cancelled(last)}"
+            )
+
+    def _after(self, last: Attempt) -> tuple[Candidate, float | None]:
+        """Where the training goes on after an attempt: candidate, and host memory if not the configured one.
+
+        Raises:
+            TulaError: If memory ran out and there is neither more of it nor a smaller batch.
+        """
+        candidate = self.jobs.candidate(last)
+        if last.verdict is Verdict.host_oom:
+            memory_gib = self.jobs.more_memory_gib(last)
+            if memory_gib is not None:
+                self.display.say(f"relaunching with {memory_gib:.1f} GiB of host memory on each node")
+                return candidate, memory_gib
+            if Verdict.host_oom not in self._out_of_memory_verdicts:
+                raise TulaError(
+                    f"the training was killed for lack of host memory ({last.reason}), and there is no more to ask "
+                    "for; a smaller batch would not help its GPUs. Set cluster.memory_gib, raise "
+                    "cluster.max_memory_gib, or lower data.loader_workers"
+                )
+        if last.verdict is not None and last.verdict.out_of_memory:
+            return self._next_smaller(candidate, last.reason), last.memory_gib
+        return candidate, last.memory_gib
 
     def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
         """The next smaller batch of the same cluster; derived from the batch that failed, whatever came before."""
@@ -333,8 +424,8 @@ class Controller:
         if not smaller:
             raise TulaError(
                 f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank "
-                f"on {failed.num_nodes} nodes ({reason}); lower grid.min_batch_per_rank or grid.min_global_batch, or "
-                "give the job more memory (cluster.memory_gib)"
+                f"on {count(failed.num_nodes, 'node')} ({reason}); lower grid.min_batch_per_rank or "
+                "grid.min_global_batch, or give the job more memory (cluster.memory_gib)"
             )
         self.display.say(
             f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}"
@@ -390,6 +481,11 @@ def price_of(settings: Settings) -> Price:
     if pricing.kind is PricingKind.memory:
         return MemoryPrice(pricing.price_per_gib_hour)
     return NodeHourPrice(pricing.price_per_node_hour)
+
+
+def _if_cancelled(last: Attempt) -> str:
+    """How to go on in spite of a cancellation."""
+    return " with cluster.resubmit_cancelled=true" if last.verdict is Verdict.cancelled else ""
 
 
 def _profiled(state: State, verdicts: set[Verdict]) -> list[Attempt]:

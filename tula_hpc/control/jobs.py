@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -11,8 +12,9 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.scheduler import JobRequest, Scheduler, Seen
-from tula_hpc.control.verdicts import Evidence, QueueState, Verdict, conclude
-from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionRejected, SubmissionUnknown
+from tula_hpc.control.verdicts import Evidence, QueueState, RankError, Verdict, conclude
+from tula_hpc.display import count, duration
+from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
 
@@ -32,8 +34,18 @@ class Look:
     """One attempt as seen in one look at the queue."""
 
     attempt: Attempt
-    state: QueueState
+    seen: Seen
     verdict: Verdict | None
+
+
+def _near_its_limit(folder: AttemptFolder) -> bool:
+    """Whether a job was last heard of when its time was nearly over; by its own clock."""
+    try:
+        limit_min = read_json(folder.request)["time_limit_min"]
+        lasted_s = read_json(folder.heartbeat)["time"] - read_json(folder.launch)["time"]
+    except (RecordError, KeyError):
+        return False
+    return limit_min is not None and lasted_s > 0.9 * 60 * limit_min
 
 
 class Jobs:
@@ -53,25 +65,34 @@ class Jobs:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
+        self._beats: dict[tuple[str, int], tuple[int, float]] = {}
+        """Last heartbeat of each running attempt, and when it was first seen."""
 
-    def request(self, kind: str, candidates: list[Candidate], time_limit_min: int | None) -> JobRequest:
+    def request(
+        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None = None
+    ) -> JobRequest:
         """The next submission for candidates of one node count; nothing is written or submitted.
 
         Args:
             kind: `profile` or `train`; a training is submitted alone.
             candidates: What each attempt of it runs.
             time_limit_min: Time limit of each attempt; None: no limit.
+            memory_gib: Host memory of each node where it is not `cluster.memory_gib`.
         """
         cluster, state = self._settings.cluster, self._journal.state()
         nodes, jobs = candidates[0].num_nodes, [_job(kind, c) for c in candidates]
+        # random, because the scheduler remembers the jobs of a run folder that was deleted and made again
+        token = uuid.uuid4().hex[:6]
         return JobRequest(
-            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{len(state.attempts) + 1}",
+            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{len(state.attempts) + 1}-{token}",
             attempts=tuple(self._run.attempt(job, len(state.of(job)) + 1) for job in jobs),
             num_nodes=nodes,
             ranks_per_node=cluster.ranks_per_node,
             time_limit_min=time_limit_min,
             max_running=cluster.max_running_jobs,
             measures=kind == "profile",
+            memory_gib=memory_gib,
+            excluded_hosts=state.broken_hosts,
         )
 
     def refuse_what_would_be_rejected(self, groups: list[list[Candidate]], time_limit_min: int) -> None:
@@ -82,30 +103,64 @@ class Jobs:
         """
         reasons = []
         for group in groups:
-            reason = self._scheduler.why_rejected(self.request("profile", group, time_limit_min))
+            request = self._without_needless_exclusions(self.request("profile", group, time_limit_min))
+            reason = self._scheduler.why_rejected(request)
             if reason is not None:
-                reasons.append(f"{group[0].num_nodes} nodes: {reason}")
+                reasons.append(f"{count(group[0].num_nodes, 'node')}: {reason}")
         if reasons:
             raise SubmissionRejected(
                 f"{self._scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(reasons)
             )
 
-    def submit(self, kind: str, candidates: list[Candidate], time_limit_min: int | None) -> None:
-        """Write down what is wanted, submit it, write down the ids.
+    def _without_needless_exclusions(self, request: JobRequest) -> JobRequest:
+        """The request, on any host again if there are not enough without those that broke down."""
+        if not request.excluded_hosts or self._scheduler.why_rejected(request) is None:
+            return request
+        return replace(request, excluded_hosts=())
+
+    def submit(
+        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None = None
+    ) -> str | None:
+        """Submit attempts at all candidates, in as few submissions as the scheduler's limits allow.
 
         The arguments are those of `request`.
 
-        Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
+        Returns:
+            None if all were submitted; else the scheduler's words on why it takes no more now. What is left out stays
+            without an attempt and is submitted by a later call.
 
         Raises:
-            SubmissionRejected: If the scheduler refuses; the attempts are then on record as never started.
+            SubmissionRejected: If the scheduler refuses for good; the attempts are then on record as never started.
         """
-        request = self.request(kind, candidates, time_limit_min)
+        left = list(candidates)
+        size = min(len(left), self._scheduler.max_attempts() or len(left))
+        while left:
+            try:
+                self._submit_together(kind, left[:size], time_limit_min, memory_gib)
+            except SubmissionLimited as limit:
+                if size == 1:
+                    return str(limit)
+                size //= 2
+            else:
+                left = left[size:]
+        return None
+
+    def _submit_together(
+        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None
+    ) -> None:
+        """Write down what is wanted, submit it, write down the ids.
+
+        Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
+        """
+        request = self.request(kind, candidates, time_limit_min, memory_gib)
+        request = self._without_needless_exclusions(request)
         attempts = []
         for candidate, folder in zip(candidates, request.attempts, strict=True):
-            self._write_request(kind, candidate, folder)
+            self._write_request(kind, candidate, folder, time_limit_min)
             job = _job(kind, candidate)
-            attempt = Attempt(job, folder.number, request.tag, candidate.batch_per_rank, candidate.num_nodes)
+            attempt = Attempt(
+                job, folder.number, request.tag, candidate.batch_per_rank, candidate.num_nodes, memory_gib
+            )
             self._journal.intend(attempt)
             attempts.append(attempt)
         try:
@@ -114,13 +169,26 @@ class Jobs:
             self._journal.note(f"{request.tag}: {error}")
             return
         except Exception as error:
+            verdict = Verdict.skipped if isinstance(error, SubmissionLimited) else Verdict.never_started
             for attempt in attempts:
-                self._journal.concluded(attempt, Verdict.never_started, str(error))
+                self._journal.concluded(attempt, verdict, str(error))
             raise
         for attempt, job_id in zip(attempts, job_ids, strict=True):
             self._journal.submitted(attempt, job_id)
 
-    def _write_request(self, kind: str, candidate: Candidate, folder: AttemptFolder) -> None:
+    def more_memory_gib(self, attempt: Attempt) -> float | None:
+        """Host memory for the next attempt after one that was killed for its lack: twice as much, as far as nodes and
+        `cluster.max_memory_gib` go; None if there is no more, or nobody knows how much the attempt had."""
+        cluster = self._settings.cluster
+        had = attempt.memory_gib or cluster.memory_gib
+        limit = cluster.max_memory_gib or self._scheduler.memory_gib_per_node()
+        if had is None or limit is None:
+            return None
+        return min(2 * had, limit) if limit > 1.05 * had else None
+
+    def _write_request(
+        self, kind: str, candidate: Candidate, folder: AttemptFolder, time_limit_min: int | None
+    ) -> None:
         write_json(
             folder.request,
             {
@@ -129,6 +197,7 @@ class Jobs:
                 "num_nodes": candidate.num_nodes,
                 "gpus_per_node": candidate.gpus_per_node,
                 "batch_per_rank": candidate.batch_per_rank,
+                "time_limit_min": time_limit_min,
                 "ranks_on_host": candidate.world_size if self._scheduler.one_host else candidate.gpus_per_node,
                 "working_dir": os.getcwd(),
             },
@@ -136,7 +205,7 @@ class Jobs:
 
     def look(self) -> list[Look] | None:
         """See where every attempt without a verdict is, and judge those that ended; None if nothing could be learnt."""
-        open_attempts = [a for a in self._journal.state().attempts.values() if a.verdict is None]
+        open_attempts = self._journal.state().open
         try:
             open_attempts = [a if a.job_id else self._looked_for(a) for a in open_attempts]
         except SchedulerSilent:
@@ -147,9 +216,26 @@ class Jobs:
         looks = []
         for attempt in open_attempts:
             seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
-            verdict = None if seen.state.active else self._judge(attempt, seen.state)
-            looks.append(Look(attempt, seen.state, verdict))
+            if attempt.ending is not None and seen.state.active and attempt.job_id:
+                self._scheduler.cancel([attempt.job_id])  # the scheduler may not have heard it
+            elif seen.state is QueueState.running:
+                self._end_if_hung(attempt)
+            looks.append(Look(attempt, seen, None if seen.state.active else self._judge(attempt, seen)))
         return looks
+
+    def _end_if_hung(self, attempt: Attempt) -> None:
+        """End a running attempt that has shown no sign of progress for too long."""
+        try:
+            heartbeat = read_json(self._run.attempt(attempt.job, attempt.number).heartbeat)
+        except RecordError:
+            heartbeat = {"beat": 0, "doing": "nothing that it told of"}
+        beat, since = self._beats.get(attempt.key, (-1, 0.0))
+        limit_s = 60 * self._settings.cluster.hang_timeout_min
+        if beat != heartbeat["beat"]:
+            self._beats[attempt.key] = heartbeat["beat"], time.monotonic()
+        elif time.monotonic() - since > limit_s:
+            why = f"no sign of progress for {duration(limit_s)} (cluster.hang_timeout_min), last seen"
+            self.end([attempt], Verdict.hung, f"{why} {heartbeat['doing']}")
 
     def _looked_for(self, attempt: Attempt) -> Attempt:
         """An attempt whose submission nobody recorded, with its id if the queue knows its tag."""
@@ -162,21 +248,30 @@ class Jobs:
         self._journal.submitted(attempt, job_id)
         return replace(attempt, job_id=job_id)
 
-    def _judge(self, attempt: Attempt, state: QueueState) -> Verdict | None:
+    def _judge(self, attempt: Attempt, seen: Seen) -> Verdict | None:
         """The verdict on an attempt that is no longer in the queue; None while its files may still be on their way."""
-        evidence = self._evidence(attempt, state)
+        evidence = self._evidence(attempt, seen.state)
         first_seen = self._unheard_since.setdefault(attempt.key, time.monotonic())
-        files_may_come = state in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
+        files_may_come = (
+            seen.state in (QueueState.completed, QueueState.absent)
+            and not evidence.rank_errors
+            and attempt.ending is None
+        )
         if not evidence.complete and files_may_come and time.monotonic() - first_seen < self._scheduler.file_lag_s:
             return None
         verdict, reason = conclude(evidence)
-        self._journal.concluded(attempt, verdict, reason)
+        if attempt.ending is not None and verdict is not Verdict.success:
+            verdict, reason = attempt.ending, attempt.reason
+        broken = self._scheduler.broken_hosts(seen.hosts) if verdict is Verdict.node_failure and seen.hosts else []
+        if broken:
+            reason += f"; {', '.join(broken)} will not be used again"
+        self._journal.concluded(attempt, verdict, reason, broken)
         return verdict
 
     def _evidence(self, attempt: Attempt, state: QueueState) -> Evidence:
         folder = self._run.attempt(attempt.job, attempt.number)
         missing = self._what_is_missing(attempt, folder)
-        errors = tuple((error["kind"], error["message"]) for error in folder.errors())
+        errors = tuple(RankError(error["kind"], error["message"]) for error in folder.errors()) if missing else ()
         return Evidence(
             complete=missing is None,
             started=folder.claim.exists(),
@@ -184,6 +279,7 @@ class Jobs:
             rank_errors=errors,
             log_tail=self._scheduler.log_tail(folder, attempt.job_id or "") if missing else "",
             incomplete_because=missing or "",
+            near_its_limit=missing is not None and _near_its_limit(folder),
         )
 
     def _what_is_missing(self, attempt: Attempt, folder: AttemptFolder) -> str | None:
@@ -199,11 +295,20 @@ class Jobs:
     def candidate(self, attempt: Attempt) -> Candidate:
         return Candidate(attempt.num_nodes, attempt.batch_per_rank, self._settings.cluster.ranks_per_node)
 
-    def cancel(self, attempts: Collection[Attempt], reason: str) -> None:
-        """End attempts that are no longer wanted, and put down why."""
-        self._scheduler.cancel([a.job_id for a in attempts if a.job_id])
+    def end(self, attempts: Collection[Attempt], verdict: Verdict, reason: str) -> None:
+        """Have attempts ended; they get the verdict when they have left the queue, unless they were faster."""
         for attempt in attempts:
-            self._journal.concluded(attempt, Verdict.skipped, reason)
+            self._journal.ending(attempt, verdict, reason)
+        self._scheduler.cancel([a.job_id for a in attempts if a.job_id])
+
+    def wait_for_room(self, poll_interval_s: float) -> bool:
+        """Wait a moment for the scheduler to take more jobs; False if none of the user's are queued, so that no end of
+        any can make room."""
+        if self._scheduler.jobs_in_queue() == 0:
+            return False
+        self._heartbeat()
+        time.sleep(poll_interval_s)
+        return True
 
     def wait(
         self,
@@ -227,6 +332,6 @@ class Jobs:
             else:
                 heard_at = time.monotonic()
                 on_look(looks)
-                if not any(a.verdict is None for a in self._journal.state().attempts.values()):
+                if not self._journal.state().open:
                     return
             time.sleep(poll_interval_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,18 @@ class Attempt:
     """Unique name under which the scheduler knows it."""
     batch_per_rank: int
     num_nodes: int
+    memory_gib: float | None = None
+    """Host memory asked for on each node where it is not the configured one, GiB."""
     job_id: str | None = None
     """The scheduler's id; None between intent and submission."""
+    ending: Verdict | None = None
+    """The verdict it will get when it has left the queue, because the controller told the scheduler to end it."""
     verdict: Verdict | None = None
     reason: str = ""
+    broken_hosts: tuple[str, ...] = ()
+    """Hosts that were found down when the attempt had ended."""
+    start: int = 0
+    """How often a user had started the run's controller when the attempt was made; retries are counted from there."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -43,6 +51,8 @@ class State:
     """All attempts of a run, in the order they were intended."""
 
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+    start: int = 0
+    """How often a user has started the run's controller."""
 
     def of(self, job: str) -> list[Attempt]:
         """Attempts at one job, oldest first."""
@@ -52,6 +62,20 @@ class State:
         attempts = self.of(job)
         return attempts[-1] if attempts else None
 
+    @property
+    def open(self) -> list[Attempt]:
+        """Attempts without a verdict."""
+        return [a for a in self.attempts.values() if a.verdict is None]
+
+    def endings(self, job: str, verdict: Verdict) -> int:
+        """How many attempts at a job ended so since a user last started the controller."""
+        return sum(a.verdict is verdict and a.start == self.start for a in self.of(job))
+
+    @property
+    def broken_hosts(self) -> tuple[str, ...]:
+        """Hosts that took one of this run's jobs down with them."""
+        return tuple(sorted({host for a in self.attempts.values() for host in a.broken_hosts}))
+
 
 class Journal:
     """The events of one run folder. The controller is the only writer, so what it has read and written is the state."""
@@ -59,6 +83,7 @@ class Journal:
     def __init__(self, folder: Path):
         self._folder = folder
         self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._start = 0
         for event in self.events():
             self._fold(event)
 
@@ -69,19 +94,39 @@ class Journal:
 
     def state(self) -> State:
         """What all events add up to."""
-        return State(dict(self._attempts))
+        return State(dict(self._attempts), self._start)
 
     def _fold(self, event: dict[str, Any]) -> None:
         key = (event.get("job", ""), event.get("attempt", 0))
-        if event["event"] == "intent":
+        if event["event"] == "started":
+            self._start += 1
+        elif event["event"] == "intent":
             self._attempts[key] = Attempt(
-                event["job"], event["attempt"], event["tag"], event["batch_per_rank"], event["num_nodes"]
+                event["job"],
+                event["attempt"],
+                event["tag"],
+                event["batch_per_rank"],
+                event["num_nodes"],
+                event.get("memory_gib"),
+                start=self._start,
             )
         elif event["event"] == "submitted":
             self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"])
+        elif event["event"] == "ending":
+            verdict = Verdict(event["verdict"])
+            self._attempts[key] = replace(self._attempts[key], ending=verdict, reason=event["reason"])
         elif event["event"] == "verdict":
             verdict = Verdict(event["verdict"])
-            self._attempts[key] = replace(self._attempts[key], verdict=verdict, reason=event["reason"])
+            self._attempts[key] = replace(
+                self._attempts[key],
+                verdict=verdict,
+                reason=event["reason"],
+                broken_hosts=tuple(event.get("broken_hosts", ())),
+            )
+
+    def started(self, host: str, by: str) -> None:
+        """A user has started a controller: what went wrong before may have been mended, so retries count anew."""
+        self._append("started", host=host, by=by)
 
     def intend(self, attempt: Attempt) -> None:
         self._append(
@@ -91,13 +136,19 @@ class Journal:
             tag=attempt.tag,
             batch_per_rank=attempt.batch_per_rank,
             num_nodes=attempt.num_nodes,
+            **({} if attempt.memory_gib is None else {"memory_gib": attempt.memory_gib}),
         )
 
     def submitted(self, attempt: Attempt, job_id: str) -> None:
         self._append("submitted", job=attempt.job, attempt=attempt.number, job_id=job_id)
 
-    def concluded(self, attempt: Attempt, verdict: Verdict, reason: str) -> None:
-        self._append("verdict", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason)
+    def ending(self, attempt: Attempt, verdict: Verdict, reason: str) -> None:
+        """The scheduler is about to be told to end an attempt, and this is why."""
+        self._append("ending", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason)
+
+    def concluded(self, attempt: Attempt, verdict: Verdict, reason: str, broken_hosts: Collection[str] = ()) -> None:
+        found = {"broken_hosts": sorted(broken_hosts)} if broken_hosts else {}
+        self._append("verdict", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason, **found)
 
     def note(self, text: str) -> None:
         """Something a reader of the journal should know, such as measurements taken over from another run."""

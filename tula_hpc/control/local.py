@@ -73,6 +73,12 @@ class LocalScheduler:
                 self._start(*waiting)
         return {i: Seen(self._jobs[i].state if i in self._jobs else QueueState.absent) for i in job_ids}
 
+    def max_attempts(self) -> int | None:
+        return None
+
+    def jobs_in_queue(self) -> int | None:
+        return None
+
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         return []
 

@@ -81,6 +81,14 @@ class Scheduler(Protocol):
         """Where the jobs are; None if the question could not be asked, which concludes nothing."""
         ...
 
+    def max_attempts(self) -> int | None:
+        """How many attempts one submission may hold; None if there is no limit."""
+        ...
+
+    def jobs_in_queue(self) -> int | None:
+        """How many of the user's jobs wait or run, ours or not; None if nobody knows."""
+        ...
+
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         """Those of the hosts that are down, drained, or do not answer."""
         ...

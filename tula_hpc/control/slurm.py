@@ -19,11 +19,10 @@ from tula_hpc.control.scheduler import JobRequest, Seen, tail
 from tula_hpc.control.verdicts import QueueState, slurm_state
 from tula_hpc.errors import SchedulerSilent, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.job import run_attempt
+from tula_hpc.ranks.signs import warning_before_end_s
 from tula_hpc.runs import AttemptFolder, RunFolder
 
 COMMAND_TIMEOUT_S = 60.0
-SIGNAL_DELAY_S = 120
-"""How long before the end of its time a job is warned, so that a training can save."""
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _SCRUBBED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SACCT|SINFO|SCONTROL|SUBMITIT|PMI|PMIX)[A-Z0-9]*_")
 
@@ -239,6 +238,12 @@ class SlurmScheduler:
         states = {job_id: slurm_state(state) for job_id, state in _rows(answer.stdout)}
         return {job_id: Seen(states.get(job_id, QueueState.absent)) for job_id in job_ids}
 
+    def max_attempts(self) -> int | None:
+        return None
+
+    def jobs_in_queue(self) -> int | None:
+        return None
+
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         return []
 
@@ -272,7 +277,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         "cpus_per_task": cluster.cpus_per_rank,
         "mem": None if cluster.memory_gib is None else f"{round(cluster.memory_gib * 1024)}M",
         "array_parallelism": request.max_running,
-        "signal_delay_s": SIGNAL_DELAY_S,
+        "signal_delay_s": warning_before_end_s(request.time_limit_min),
         "stderr_to_stdout": True,
         "setup": cluster.setup or None,
         # one failing rank ends the job; some Slurm versions do not pass the number of cores on to srun

@@ -20,6 +20,7 @@ class Verdict(Enum):
     failed = "failed"
     incomplete = "incomplete"
     never_started = "never_started"
+    hung = "hung"
     skipped = "skipped"
 
     @property
@@ -83,20 +84,39 @@ def slurm_state(text: str) -> QueueState:
 
 
 _ENDED = {
-    QueueState.out_of_memory: Verdict.host_oom,
     QueueState.timeout: Verdict.timeout,
     QueueState.preempted: Verdict.preempted,
     QueueState.node_failure: Verdict.node_failure,
     QueueState.cancelled: Verdict.cancelled,
-    QueueState.failed: Verdict.failed,
 }
+
+# Slurm's reasons (squeue's %r) for which a pending job does not start unless somebody does something.
+STUCK = re.compile(
+    r"Held|Hold|DependencyNeverSatisfied|BadConstraints|PartitionTimeLimit|PartitionNodeLimit|PartitionDown|"
+    r"PartitionInactive|Invalid|launch failed|MaxNodePerAccount|MaxCpuPerAccount|MaxWallDurationPerJob|"
+    r"(QOS|Assoc)Max(Cpu|Node|Memory|GRES|Wall|Jobs)?\w*PerJob",
+    re.IGNORECASE,
+)
 
 # What the kernel's and Slurm's memory killers leave in a log.
 KILLED_FOR_MEMORY = re.compile(r"oom[_-]kill|oom killed|out of memory: killed process", re.IGNORECASE)
-
-
+# NCCL's watchdog ends a process that waits for a peer too long, before Python can say a word.
+WATCHDOG = re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE)
+# srun's words for a rank that the early warning met before it could listen.
+WARNED_TOO_EARLY = re.compile(r"user defined signal 2", re.IGNORECASE)
 # What submitit says when nobody gave the job its work within a minute: the controller ended right after sbatch took it.
 NOTHING_TO_DO = re.compile("could not find submitted jobs in path")
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a rank wrote before it ended with an error."""
+
+    kind: str
+    """`cuda_oom`, `host_oom`; `timeout`, `preempted` or `terminated` after a signal; `waited` in vain for another rank,
+    `lost` one; or `error`."""
+    message: str
+    """One line that says what happened, where."""
 
 
 @dataclass(frozen=True)
@@ -108,33 +128,61 @@ class Evidence:
     started: bool
     """A rank claimed the attempt."""
     queue: QueueState
-    rank_errors: tuple[tuple[str, str], ...] = ()
-    """(kind, message) that failing ranks wrote: kind is cuda_oom, host_oom, timeout or error."""
+    rank_errors: tuple[RankError, ...] = ()
+    """Of the attempt's newest launch, earliest first."""
     log_tail: str = ""
     """The end of the job's logs."""
     incomplete_because: str = ""
+    near_its_limit: bool = False
+    """The last sign of life came shortly before the job's time was over."""
 
 
 def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     """The verdict and the sentence that explains it. The files decide; the queue only where they are silent."""
     if evidence.complete:
         return Verdict.success, "every expected file is there and whole"
-    for kind in ("cuda_oom", "host_oom", "timeout"):
-        messages = [message for found, message in evidence.rank_errors if found == kind]
-        if messages:
-            return Verdict(kind), messages[0]
+    said = {error.kind: error.message for error in reversed(evidence.rank_errors)}  # the earliest of each kind
+    for kind in ("cuda_oom", "host_oom"):
+        if kind in said:
+            return Verdict(kind), said[kind]
     if KILLED_FOR_MEMORY.search(evidence.log_tail) or evidence.queue is QueueState.out_of_memory:
         return Verdict.host_oom, "killed for using more host memory than the job was given"
-    # a rank that lost its peers also reports an error, so the queue's own word on why the job ended comes first
-    if evidence.queue in (QueueState.timeout, QueueState.preempted, QueueState.node_failure, QueueState.cancelled):
+    # ranks that were ended or lost their peers report errors too, so the queue's word on why the job ended comes first
+    if evidence.queue in _ENDED:
         return _ENDED[evidence.queue], f"the scheduler says {evidence.queue.value.replace('_', ' ')}"
-    if evidence.rank_errors:
-        return Verdict.failed, evidence.rank_errors[0][1]
-    if not evidence.started and NOTHING_TO_DO.search(evidence.log_tail):
-        return Verdict.never_started, "it started before its work was handed over, and did nothing"
+    for kind in ("timeout", "preempted"):
+        if kind in said:
+            return Verdict(kind), said[kind]
+    if "terminated" in said:
+        if evidence.queue is QueueState.absent:  # a cancelled job must not come back
+            return (
+                Verdict.cancelled,
+                f"{said['terminated']}, and the queue no longer knows why; taken for a cancellation",
+            )
+        return Verdict.preempted, said["terminated"]
+    if "error" in said:
+        return Verdict.failed, said["error"]
+    if "waited" in said or WATCHDOG.search(evidence.log_tail):
+        return Verdict.hung, said.get("waited", "a rank waited too long for the others")
+    if "lost" in said:
+        return Verdict.incomplete, f"{said['lost']}; the lost rank left no word"
+    if not evidence.started:
+        return _never_started(evidence)
     if evidence.queue is QueueState.failed:
         last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
         return Verdict.failed, f"the job failed; its log ends:\n{last_lines}" if last_lines else "the job failed"
-    if not evidence.started:
-        return Verdict.never_started, "it left the queue without having started"
+    if evidence.near_its_limit:
+        return Verdict.timeout, "it was last heard of shortly before its time was over"
     return Verdict.incomplete, evidence.incomplete_because or "it ended without its result"
+
+
+def _never_started(evidence: Evidence) -> tuple[Verdict, str]:
+    """The verdict on an attempt that no rank has claimed."""
+    if NOTHING_TO_DO.search(evidence.log_tail):
+        return Verdict.never_started, "it started before its work was handed over, and did nothing"
+    if WARNED_TOO_EARLY.search(evidence.log_tail):
+        return Verdict.preempted, "it was told to end before it had begun"
+    if evidence.queue is QueueState.failed:
+        last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
+        return Verdict.failed, f"the job failed before its work began; its log ends:\n{last_lines}"
+    return Verdict.never_started, "it left the queue without having started"

@@ -7,6 +7,7 @@ Importing this module does not load torch, because the controller names it when 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,59 +15,86 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import from_plain
 from tula_hpc.errors import RecordError, TulaError
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.runs import AttemptFolder, read_json, write_json
 
 if TYPE_CHECKING:
     from tula_hpc.ranks.distributed import Rank
 
 # How a lack of memory is reported by what does not raise torch's own error.
-_DEVICE_MEMORY = (
-    "CUDA out of memory",
-    "STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "Cuda failure 2 'out of memory'",
+_DEVICE_MEMORY = re.compile(
+    r"CUDA out of memory|STATUS_ALLOC_FAILED|CUDA error: out of memory|Cuda failure \d* ?'out of memory'|"
+    r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|HIP out of memory"
 )
-_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory")
+_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory")
+# How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
+_WAITED = re.compile(
+    r"timed out waiting|collective operation timeout|wait timeout|timed out after|socket timeout", re.I
+)
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|peer has gone|socket closed|"
+    r"failed to recv|no error message|NCCL (communicator was aborted|error)|DistNetworkError",
+    re.I,
+)
 
 
 def run_attempt(folder: str) -> None:
     """Do what the attempt's request asks for, as one rank. Leaves the process on failure, so that no thread of a
     collective library can keep it."""
+    warning = EarlyWarning()
+    warning.listen()
     attempt = AttemptFolder(Path(folder))
-    rank = 0
+    me: Rank | None = None
     try:
         request = read_json(attempt.request)
         sys.path.insert(0, request["working_dir"])
         from tula_hpc.ranks.distributed import this_rank
 
         me = this_rank()
-        rank = me.rank
+        if request["kind"] == "profile":
+            warning.ignore()
         if _is_mine(attempt, me):
-            _work(attempt, request, me)
+            _work(attempt, request, me, warning)
     except BaseException as error:
-        traceback.print_exc()
-        kind = classify(error)
-        message = f"{type(error).__name__}: {error}" if not isinstance(error, TulaError) else str(error)
-        write_json(
-            attempt.rank_error(rank),
-            {
-                "kind": kind,
-                # what ran out and how much was wanted; the rest of torch's text is in the traceback
-                "message": ". ".join(message.strip().split(". ")[:2]) if kind != "error" else message.strip(),
-                "rank": rank,
-                "host": socket.gethostname(),
-                "time": time.time(),
-                "traceback": traceback.format_exc(),
-            },
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            traceback.print_exc()
+            sys.stdout.flush()
+            write_json(attempt.rank_error(0 if me is None else me.rank), _last_words(error, me, warning))
+        finally:  # also where the disk is full
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) -> dict[str, Any]:
+    """What a rank leaves behind for the controller to judge by."""
+    rank, host = 0 if me is None else me.rank, socket.gethostname()
+    kind = warning.kind() if isinstance(error, TimeIsUp) else classify(error)
+    message = str(error).strip() if isinstance(error, TulaError) else f"{type(error).__name__}: {error}".strip()
+    if kind != "error":  # what ran out and how much was wanted; the rest of torch's text is in the traceback
+        message = ". ".join(message.split(". ")[:2]).splitlines()[0]
+    elif not isinstance(error, TulaError):
+        message += f" ({_place(error)})"
+    return {
+        "kind": kind,
+        "message": message if isinstance(error, TimeIsUp) else f"rank {rank} on {host}: {message}",
+        "rank": rank,
+        "launch": None if me is None else me.launch,
+        "host": host,
+        "time": time.time(),
+        "traceback": traceback.format_exc(),
+    }
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised: the innermost line of code that is not an installed package's, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}" if own else "no line"
 
 
 def _end_with_parent(parent: int) -> None:
@@ -82,21 +110,28 @@ def _end_with_parent(parent: int) -> None:
 
 
 def classify(error: BaseException) -> str:
-    """`cuda_oom`, `host_oom`, `timeout` or `error`, by type and then by text."""
+    """`cuda_oom`, `host_oom`, `waited` or `lost` (for another rank), or `error`, by type and then by text."""
     text = str(error)
-    if type(error).__name__ == "TimeIsUp":
-        return "timeout"
-    if type(error).__name__ == "OutOfMemoryError" or any(sign in text for sign in _DEVICE_MEMORY):
+    if type(error).__name__ == "OutOfMemoryError" or _DEVICE_MEMORY.search(text):
         return "cuda_oom"
-    if isinstance(error, MemoryError) or any(sign in text for sign in _HOST_MEMORY):
+    if isinstance(error, MemoryError) or _HOST_MEMORY.search(text):
         return "host_oom"
+    if isinstance(error, TulaError):
+        return "error"
+    from_torch = type(error).__name__ in ("DistBackendError", "DistStoreError", "DistNetworkError", "RuntimeError")
+    if from_torch and _WAITED.search(text):
+        return "waited"
+    if from_torch and _LOST.search(text):
+        return "lost"
     return "error"
 
 
 def _is_mine(attempt: AttemptFolder, me: Rank, patience_s: float = 120.0) -> bool:
     """Whether this job is the first to work on the attempt, and no later attempt was made; otherwise it leaves.
 
-    A submission whose answer got lost may start long after the controller gave it up and submitted again.
+    A submission whose answer got lost may start long after the controller gave it up and submitted again. The same job
+    may start again, if somebody requeued it: its newest launch is put down, so that what the earlier one left behind is
+    not taken for this one's.
     """
     if attempt.has_successor():
         print(f"a later attempt than {attempt.path} was made; nothing to do here", flush=True)
@@ -119,21 +154,21 @@ def _is_mine(attempt: AttemptFolder, me: Rank, patience_s: float = 120.0) -> boo
             time.sleep(0.1)
     if claimed_by != me.owner:
         print(f"job {claimed_by} already works on {attempt.path}; nothing to do here", flush=True)
-    return claimed_by == me.owner
+        return False
+    if me.is_first:
+        write_json(attempt.launch, {"launch": me.launch, "host": socket.gethostname(), "time": time.time()})
+    return True
 
 
-def _work(attempt: AttemptFolder, request: dict, me: Rank) -> None:
+def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: EarlyWarning) -> None:
+    heartbeat = Heartbeat(attempt.heartbeat if me.is_first else None)
+    heartbeat.now("starting")
     import torch
 
     from tula_hpc.ranks.distributed import pick_device, process_group
     from tula_hpc.ranks.profiling import profile
     from tula_hpc.ranks.training import set_precision, train
 
-    # The scheduler's early warning: training saves and ends, profiling is too short to have anything to save. SIGTERM
-    # ends the process at once, also where a launcher has set it to be passed over.
-    time_is_up = threading.Event()
-    signal.signal(signal.SIGUSR2, lambda *_: time_is_up.set())
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     settings = from_plain(request["settings"])
     candidate = Candidate(request["num_nodes"], request["batch_per_rank"], request["gpus_per_node"])
     if me.world_size != candidate.world_size:
@@ -149,9 +184,10 @@ def _work(attempt: AttemptFolder, request: dict, me: Rank) -> None:
     hyper = settings.training
     with process_group(me, attempt, device, hyper.collective_timeout_s, settings.cluster.network_interface):
         if request["kind"] == "profile":
-            profile(settings, candidate, me, attempt, device, request["ranks_on_host"])
+            profile(settings, candidate, me, attempt, device, request["ranks_on_host"], heartbeat)
         else:
-            train(settings, candidate, me, attempt.run, device, time_is_up)
+            warning.time_limit_min = request["time_limit_min"]
+            train(settings, candidate, me, attempt.run, device, warning, heartbeat)
 
 
 if __name__ == "__main__":

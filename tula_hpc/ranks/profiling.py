@@ -24,6 +24,7 @@ from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.ranks import host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks, wait_for_all
+from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.ranks.training import GIB, autocast, build_optimizer, loader_options, peak_memory_bytes
 from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
@@ -119,7 +120,13 @@ class Bench:
 
 
 def profile(
-    settings: Settings, candidate: Candidate, me: Rank, attempt: AttemptFolder, device: torch.device, ranks_on_host: int
+    settings: Settings,
+    candidate: Candidate,
+    me: Rank,
+    attempt: AttemptFolder,
+    device: torch.device,
+    ranks_on_host: int,
+    heartbeat: Heartbeat,
 ) -> None:
     """Measure `candidate` on this rank and write its timing file.
 
@@ -128,6 +135,7 @@ def profile(
         TulaError: If the data set does not give the batches it should.
     """
     clock = Clock(device)
+    heartbeat.now("loading data and building the model")
     dataset = build_dataset(settings, train=True)
     host_memory.reset_peak()
     memory_before = host_memory.resident_bytes()
@@ -141,10 +149,13 @@ def profile(
         bench.step()
         clock.finish()
         last_step_s = time.perf_counter() - began
+        heartbeat.beat("warming up")
     timed_steps, compute_steps = _affordable_steps(settings, last_step_s, device)
     _refresh_once(bench)
 
+    heartbeat.now("timing steps")  # not in between: a file written to a shared file system would be in the times
     points = [bench.step() for _ in range(timed_steps)]
+    heartbeat.now("timing steps without synchronisation")
     compute_points = [bench.compute_step() for _ in range(compute_steps + 1)][1:]
     clock.finish()
     gradient_bytes = sum(p.numel() * p.element_size() for p in bench.model.parameters() if p.requires_grad)
@@ -162,6 +173,7 @@ def profile(
         "gpus_per_node": candidate.gpus_per_node,
         "batch_per_rank": candidate.batch_per_rank,
         "world_size": me.world_size,
+        "launch": me.launch,
         "host": socket.gethostname(),
         "device": device_name(device),
         "versions": {**software_versions(), "cuda": torch.version.cuda, "nccl": _nccl_version(device)},

@@ -61,6 +61,15 @@ def read_rank(attempt: AttemptFolder, rank: int) -> tuple[list[dict[str, float]]
     if meta["attempt"] != attempt.number or meta["rank"] != rank:
         raise RecordError(f"{path} is of attempt {meta['attempt']}, rank {meta['rank']}; it lies in the wrong place")
     rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(io.StringIO(text))]
+    if [row["step"] for row in rows] != [float(i) for i in range(meta["rows"])]:
+        raise RecordError(f"{path} does not hold the steps 0 to {meta['rows'] - 1}, each once")
+    memory = meta["memory"]
+    for key, value in {"memory_gib": memory["memory_gib"], "limit_gib": memory["limit_gib"], **memory["parts"]}.items():
+        if not 0 <= value < math.inf:
+            raise RecordError(f"{attempt.rank_json(rank)}: memory {key} is {value}, which is no amount of memory")
+    for key in ("compute_step_s", "allreduce_s"):
+        if not 0 <= meta[key] < math.inf:
+            raise RecordError(f"{attempt.rank_json(rank)}: {key} is {meta[key]}, which is not a time")
     for row in rows:
         wrong = [key for key, value in row.items() if not math.isfinite(value) or value < 0]
         if wrong or row["step_s"] == 0:
@@ -78,6 +87,12 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
     Raises:
         RecordError: Naming the file that is missing, torn, stale or nonsensical.
     """
+    present = {path.name for path in attempt.path.glob("rank-*.json")}
+    surplus = present - {attempt.rank_json(rank).name for rank in range(candidate.world_size)}
+    if surplus:
+        raise RecordError(
+            f"{attempt.path} holds {', '.join(sorted(surplus))}, but {candidate.name} has {candidate.world_size} ranks"
+        )
     ranks = [read_rank(attempt, rank) for rank in range(candidate.world_size)]
     metas = [meta for _, meta in ranks]
     for meta in metas:
@@ -86,6 +101,8 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
                 f"{attempt.rank_json(meta['rank'])} was measured with {meta['world_size']} ranks and batch "
                 f"{meta['batch_per_rank']}, not {candidate.world_size} and {candidate.batch_per_rank}"
             )
+    if len({meta.get("launch") for meta in metas}) != 1:
+        raise RecordError(f"{attempt.path}: the ranks' files are of different launches of the job, so some are stale")
     if len({meta["rows"] for meta in metas}) != 1:
         raise RecordError(f"{attempt.path}: the ranks timed different numbers of steps")
     fullest = max(metas, key=lambda meta: meta["memory"]["memory_gib"])["memory"]

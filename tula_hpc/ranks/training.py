@@ -6,9 +6,8 @@ import contextlib
 import json
 import math
 import statistics
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,17 +20,14 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
-from tula_hpc.runs import RunFolder, write_json, write_text
+from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 
 GIB = 2**30
 PROGRESS_EVERY_S = 2.0
 FIRST_STEPS = 5
 """Steps of a process that say nothing about the others: memory is claimed and kernels are chosen in them."""
-
-
-class TimeIsUp(Exception):
-    """The scheduler will end the job soon; a checkpoint was written."""
 
 
 def train(
@@ -40,7 +36,8 @@ def train(
     me: Rank,
     run: RunFolder,
     device: torch.device,
-    time_is_up: threading.Event,
+    warning: EarlyWarning,
+    heartbeat: Heartbeat,
 ) -> None:
     """Train at `candidate` from the newest checkpoint, or from the start; leaves `train/result.json`.
 
@@ -49,10 +46,11 @@ def train(
 
     Raises:
         torch.OutOfMemoryError: If the batch does not fit.
-        TimeIsUp: On rank 0, at the step boundary after `time_is_up` was set; the job ends with it.
+        TimeIsUp: On rank 0, at the step boundary after the early warning came; the job ends with it.
     """
     began = time.time()
     hyper = settings.training
+    heartbeat.now("loading data and building the model")
     loss_fn = build_loss(settings, device)
     train_set, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
     host_memory.reset_peak()
@@ -76,6 +74,11 @@ def train(
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
     start = {"samples_at_start": first_epoch * num_samples + samples_in_epoch, "started": time.time()}
+
+    def leave_if_warned(samples_in_epoch: int) -> None:
+        if me.is_first and warning.is_set():
+            _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+            raise TimeIsUp(f"{warning}; a checkpoint was written")
 
     for epoch in range(first_epoch, hyper.epochs):
         torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
@@ -123,9 +126,8 @@ def train(
             if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
                 saved_at = time.monotonic()
                 _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
-            if me.is_first and time_is_up.is_set():
-                _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
-                raise TimeIsUp("the time limit is near; a checkpoint was written")
+            leave_if_warned(samples_in_epoch)
+            heartbeat.beat(f"training, epoch {epoch + 1}")
             waiting_since = time.monotonic()
 
         trained_at = _now(device)
@@ -140,7 +142,9 @@ def train(
             # of the samples since the last start; unknown if it came after the epoch's last one
             "train_loss": loss_sum / count if count else math.nan,
             "train_top1": 100 * correct_sum / count if count else math.nan,
-            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device),
+            **evaluate(
+                settings, model, loss_fn, test_set, eval_batch, me, device, lambda: leave_if_warned(num_samples)
+            ),
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
             "num_nodes": candidate.num_nodes,
@@ -244,8 +248,12 @@ def evaluate(
     batch_per_rank: int,
     me: Rank,
     device: torch.device,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks."""
+    """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks.
+
+    `on_batch` is called before each batch.
+    """
     module = inner_module(model)
     if dist.is_initialized():  # each rank has normalised with its own batches since the last broadcast
         for buffer in module.buffers():
@@ -255,6 +263,7 @@ def evaluate(
     loader = DataLoader(mine, batch_per_rank, **loader_options(settings, device))
     sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x samples, top-1, top-5, samples
     for inputs, targets in loader:
+        on_batch()
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         with autocast(settings.training.precision, device):
             outputs = module(inputs)
@@ -330,6 +339,7 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "num_nodes": candidate.num_nodes,
             "batch_per_rank": candidate.batch_per_rank,
             "global_batch": candidate.global_batch,
+            "requested_global_batch": _requested_global_batch(run, candidate),
             "method": settings.method.kind.name,
             "test_top1": lines[-1]["test_top1"],
             "test_top5": lines[-1]["test_top5"],
@@ -343,6 +353,11 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "finished": time.time(),
         },
     )
+
+
+def _requested_global_batch(run: RunFolder, candidate: Candidate) -> int:
+    """The batch that was chosen; a smaller one is used after memory ran out."""
+    return int(read_json(run.selection)["global_batch"]) if run.selection.exists() else candidate.global_batch
 
 
 def _tensorboard(run: RunFolder) -> Any:
