@@ -53,7 +53,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 print(before, warning.is_set(), warning.kind())
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    answer = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert answer.stdout.split() == ["False", "True", "preempted"]
 
 

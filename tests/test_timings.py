@@ -62,6 +62,24 @@ def change_world(attempt: AttemptFolder) -> None:
     write_json(attempt.rank_json(1), {**read_json(attempt.rank_json(1)), "world_size": 4})
 
 
+def change_launch(attempt: AttemptFolder) -> None:
+    write_json(attempt.rank_json(1), {**read_json(attempt.rank_json(1)), "launch": "42-1"})
+
+
+def add_a_rank(attempt: AttemptFolder) -> None:
+    attempt.rank_json(2).write_text(attempt.rank_json(1).read_text())
+
+
+def spoil_memory(attempt: AttemptFolder) -> None:
+    text = attempt.rank_json(1).read_text()
+    attempt.rank_json(1).write_text(text.replace('"memory_gib": 0.6', '"memory_gib": NaN'))
+
+
+def repeat_a_step(attempt: AttemptFolder) -> None:
+    meta = read_json(attempt.rank_json(1))
+    write_rank(attempt, 1, [*SLOW[:4], SLOW[3]], meta)
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
@@ -72,6 +90,10 @@ def change_world(attempt: AttemptFolder) -> None:
         (make_stale, "of attempt 7"),
         (copy_other_rank, "rank 0"),
         (change_world, "measured with 4 ranks"),
+        (change_launch, "different launches"),
+        (add_a_rank, "holds rank-0002.json, but n002-b00064 has 2 ranks"),
+        (spoil_memory, "memory_gib is nan"),
+        (repeat_a_step, "each once"),
     ],
 )
 def test_a_point_counts_only_when_every_file_is_right(
@@ -81,7 +103,7 @@ def test_a_point_counts_only_when_every_file_is_right(
     harm(attempt)
     with pytest.raises(RecordError, match=words) as caught:
         read_point(attempt, CANDIDATE)
-    assert "rank-0001" in str(caught.value)
+    assert str(attempt.path) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 0.0])

@@ -222,3 +222,13 @@ def test_synthetic_data_has_the_true_shape_and_length(tiny_settings: Callable[..
     assert first[0][0].shape == (3, 32, 32)
     assert {int(first[i][1]) for i in range(256)} == set(range(7))
     assert torch.equal(first[200][0], second[200][0])
+
+
+def test_what_a_killed_saving_left_is_removed(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """Half-written checkpoints do not pile up over relaunches."""
+    run = RunFolder(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    left = run.checkpoints / ".samples-00000000000256.pt.abc"
+    left.write_bytes(b"half")
+    train(tiny_settings("training.epochs=1"), Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    assert not left.exists()

@@ -36,7 +36,7 @@ class OutOfMemoryInBackward(torch.autograd.Function):
 
 
 class Faulty(torch.nn.Module):
-    """In training steps, and on the last rank only: waits, hangs or fails while a file of that name is in the folder."""
+    """In training steps, on the last rank only: waits, hangs or fails while a file of that name is in the folder."""
 
     def __init__(self, folder, from_batch):
         super().__init__()
@@ -86,6 +86,8 @@ class Tula:
     folder: Path
     overrides: list[str]
     from_batch: int = 0
+    driver: str | None = None
+    """A program to run in the place of the command line; it calls it."""
     process: subprocess.Popen[str] | None = None
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ class Tula:
 
     def start(self) -> None:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tula_hpc", *self.arguments]
+        program = ["-m", "tula_hpc"] if self.driver is None else ["-c", self.driver]
+        command = [sys.executable, *program, *self.arguments]
         self.process = subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -153,7 +156,9 @@ class Tula:
         """The attempt, as soon as its rank 0 works and its id is on record."""
         claim = self.run.attempt(job, number).claim
         wait_for(lambda: (claim / "launch.json").exists(), f"{job} attempt {number} to begin")
-        wait_for(lambda: len(self.attempts(job)) >= number and self.attempts(job)[number - 1].job_id is not None, "its id")
+        wait_for(
+            lambda: len(self.attempts(job)) >= number and self.attempts(job)[number - 1].job_id is not None, "its id"
+        )
         return self.attempts(job)[number - 1]
 
     def wait_beating(self, job: str, number: int = 1) -> None:

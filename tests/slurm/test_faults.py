@@ -235,6 +235,45 @@ def test_the_newest_checkpoint_is_corrupt(slurm: ThrowawaySlurm, tula: Tula):
     assert f"{newest.name} cannot be read" in logs
 
 
+# Harms a rank's file of the first attempt before the controller reads it.
+HARMFUL = """
+import sys
+from tula_hpc.cli import main
+from tula_hpc.control import jobs
+
+read_point = jobs.read_point
+
+
+def harm_first(folder, candidate):
+    path = folder.rank_json(0)
+    if folder.number == 1 and path.exists():
+        path.write_text({change})
+    return read_point(folder, candidate)
+
+
+jobs.read_point = harm_first
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("path.read_text()[:-40]", "is not whole"),
+        ("path.read_text().replace('\"attempt\": 1', '\"attempt\": 7')", "is of attempt 7"),
+    ],
+)
+def test_torn_and_stale_rank_files(tula: Tula, change: str, words: str):
+    """A file that cannot be trusted is named, and its point is measured again."""
+    tula.driver = HARMFUL.format(change=change)
+    tula.start()
+    text = tula.finish()
+    assert tula.verdicts(SMALL) == ["incomplete", "success"]
+    assert words in text
+    assert "attempt-1/rank-0000" in text
+    assert [point["attempt"] for point in read_json(tula.run.fit)["points"]] == [2]
+
+
 def test_two_controllers_at_once(tula: Tula):
     """The second one says who works on the run and leaves it alone."""
     tula.switch_on("hold")

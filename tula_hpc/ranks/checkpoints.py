@@ -29,6 +29,12 @@ def save(folder: Path, samples: int, state: dict[str, Any]) -> Path:
     return path
 
 
+def forget_unfinished(folder: Path) -> None:
+    """Remove what savings that were killed half-way have left."""
+    for path in folder.glob(".samples-*.pt.*"):
+        path.unlink(missing_ok=True)
+
+
 def all_of(folder: Path) -> list[Path]:
     """Every checkpoint, fewest samples first."""
     return sorted(folder.glob("samples-*.pt"))

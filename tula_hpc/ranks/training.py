@@ -71,6 +71,7 @@ def train(
     first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
     if me.is_first:
         _keep_metrics_before(run, first_epoch)
+        checkpoints.forget_unfinished(run.checkpoints)
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
     start = {"samples_at_start": first_epoch * num_samples + samples_in_epoch, "started": time.time()}
