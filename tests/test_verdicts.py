@@ -79,6 +79,7 @@ terminated = RankError("terminated", "SIGTERM came 40 s after the start")
         (evidence(queue=QueueState.completed), Verdict.incomplete),
         (evidence(queue=QueueState.absent), Verdict.incomplete),
         (evidence(queue=QueueState.absent, started=False), Verdict.never_started),
+        (evidence(queue=QueueState.absent, started=False, was_waiting=True), Verdict.cancelled),
         (evidence(rank_errors=(lost, RankError("cuda_oom", "CUDA out of memory"))), Verdict.cuda_oom),
         (evidence(rank_errors=(RankError("error", "bug"),)), Verdict.failed),
         (evidence(rank_errors=(lost,), queue=QueueState.node_failure), Verdict.node_failure),

@@ -65,6 +65,8 @@ class Jobs:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
+        self._last_seen: dict[tuple[str, int], QueueState] = {}
+        """Where each attempt was when this controller last saw it in the queue."""
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Last heartbeat of each running attempt, and when it was first seen."""
 
@@ -220,6 +222,8 @@ class Jobs:
                 self._scheduler.cancel([attempt.job_id])  # the scheduler may not have heard it
             elif seen.state is QueueState.running:
                 self._end_if_hung(attempt)
+            if seen.state.active:
+                self._last_seen[attempt.key] = seen.state
             looks.append(Look(attempt, seen, None if seen.state.active else self._judge(attempt, seen)))
         return looks
 
@@ -279,6 +283,7 @@ class Jobs:
             rank_errors=errors,
             log_tail=self._scheduler.log_tail(folder, attempt.job_id or "") if missing else "",
             incomplete_because=missing or "",
+            was_waiting=self._last_seen.get(attempt.key) is QueueState.pending and state is QueueState.absent,
             near_its_limit=missing is not None and _near_its_limit(folder),
         )
 

@@ -133,6 +133,8 @@ class Evidence:
     log_tail: str = ""
     """The end of the job's logs."""
     incomplete_because: str = ""
+    was_waiting: bool = False
+    """It was pending when last seen in the queue, a moment before it was gone."""
     near_its_limit: bool = False
     """The last sign of life came shortly before the job's time was over."""
 
@@ -185,4 +187,6 @@ def _never_started(evidence: Evidence) -> tuple[Verdict, str]:
     if evidence.queue is QueueState.failed:
         last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
         return Verdict.failed, f"the job failed before its work began; its log ends:\n{last_lines}"
+    if evidence.was_waiting:  # Slurm keeps no trace of an array element that is cancelled before it starts
+        return Verdict.cancelled, "it was taken out of the queue while it waited"
     return Verdict.never_started, "it left the queue without having started"
