@@ -72,3 +72,27 @@ def rank_meta() -> Callable[..., dict[str, Any]]:
         return {**meta, **changes}
 
     return make
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Put commands on the path that print a text, and end with a code, in place of Slurm's.
+
+    Gives the file in which each call leaves a line with its arguments; a second one of the same name takes its place.
+    """
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))  # what is known of another site does not count
+
+    def make(name: str, text: str = "", code: int = 0) -> Path:
+        (folder / f"{name}.txt").write_text(text)
+        log = folder / f"{name}.log"
+        script = folder / f".{name}"
+        script.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\ncat "{folder}/{name}.txt"\nexit {code}\n')
+        script.chmod(0o755)
+        script.replace(folder / name)
+        return log
+
+    return make

@@ -102,6 +102,19 @@ def test_one_file_speaks_each_outside_language(library: str, home: set[str]):
     assert users <= home
 
 
+def test_only_slurms_own_modules_run_slurms_commands():
+    """What Slurm's commands are called and print is known in three files of one name."""
+    commands = {"sbatch", "squeue", "sacct", "sacctmgr", "sinfo", "scontrol", "scancel"}
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and node.args
+        if isinstance(node.args[0], ast.Constant) and node.args[0].value in commands
+    }
+    assert users <= {"control/slurm.py", "control/slurm_commands.py", "control/slurm_queue.py"}
+
+
 def test_torch_free_rank_modules_have_no_torch_at_their_top():
     """The rank modules that the controller may import do not load torch when they are imported."""
     for module in TORCH_FREE_RANKS:

@@ -163,11 +163,11 @@ def _folder(settings: Settings) -> RunFolder:
 
 def _settled(settings: Settings, display: Display) -> Settings:
     """The settings with `cluster.kind=auto` decided, which is said in one line."""
-    from tula_hpc.control import slurm
+    from tula_hpc.control import slurm_commands
 
     if settings.cluster.kind is not ClusterKind.auto:
         return settings
-    there, words = slurm.answers()
+    there, words = slurm_commands.answers()
     display.say(f"cluster: {words}, so jobs {'go to Slurm' if there else 'run on this machine'}")
     kind = ClusterKind.slurm if there else ClusterKind.local
     return replace(settings, cluster=replace(settings.cluster, kind=kind))
@@ -179,11 +179,11 @@ def _refuse_what_cannot_work(settings: Settings) -> None:
     Raises:
         ConfigError: With every problem that was found.
     """
-    from tula_hpc.control import slurm
+    from tula_hpc.control import slurm_commands
 
     problems = check(settings)
     if settings.cluster.kind is ClusterKind.slurm and not problems:
-        problems += slurm.check_site(settings)
+        problems += slurm_commands.check_site(settings)
     if problems:
         raise ConfigError(problems)
 

@@ -126,8 +126,8 @@ class ClusterSettings:
     """Profiling jobs of one array that may run at once. On `local` always 1: they would disturb each other's times."""
     exclusive_profiling: bool = True
     """Whether profiling jobs get whole nodes, so that no other work, theirs or ours, is in their times."""
-    poll_interval_s: float = no_result(10.0)
-    """Seconds between two looks at the queue."""
+    poll_interval_s: float = no_result(30.0)
+    """Seconds between two looks at the queue, which all your runs share; fewer where Slurm soon forgets ended jobs."""
     file_lag_s: float = no_result(60.0)
     """Seconds after a job has left the queue in which its last file may still become visible on this machine."""
     hang_timeout_min: float = no_result(30.0)

@@ -32,6 +32,7 @@ def slurm_cluster() -> Iterator[Callable[[SlurmSettings], ThrowawaySlurm]]:
             replacement.start()
             running.append(replacement)
             environment.setenv("SLURM_CONF", str(replacement.conf_file))
+            environment.setenv("XDG_CACHE_HOME", str(replacement.folder / "cache"))  # goes with the cluster
         return running[0]
 
     yield cluster

@@ -126,7 +126,7 @@ class Controller:
                 rate = (done - done_before) / elapsed if done > done_before else 0.0
                 self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
 
-            self.jobs.wait(on_look, self.display.silence, self._poll_interval_s)
+            self.jobs.wait(on_look, self.display.silence)
             for attempt in self.journal.state().attempts.values():
                 if attempt.key not in told and attempt.verdict not in (Verdict.success, Verdict.skipped):
                     self._tell_end(attempt)
@@ -153,7 +153,7 @@ class Controller:
                     self._wait_for_room(too_many)
 
     def _wait_for_room(self, reason: str) -> None:
-        if not self.jobs.wait_for_room(self._poll_interval_s):
+        if not self.jobs.wait_for_room():
             raise SubmissionRejected(f"{reason}\nNo job of yours is queued, so waiting would not help.")
 
     def _by_memory(self, candidates: list[Candidate]) -> list[tuple[float | None, list[Candidate]]]:
@@ -360,7 +360,7 @@ class Controller:
                 while (too_many := self.jobs.submit(TRAIN, [candidate], time_limit_min, memory_gib)) is not None:
                     self.display.waiting("the training", too_many)
                     self._wait_for_room(too_many)
-            self.jobs.wait(self._show_training, self.display.silence, self._poll_interval_s)
+            self.jobs.wait(self._show_training, self.display.silence)
             last = self.journal.state().last(TRAIN)
             assert last is not None
             assert last.verdict is not None
@@ -451,10 +451,6 @@ class Controller:
         from tula_hpc.report import write_report
 
         write_report(self.run)
-
-    @property
-    def _poll_interval_s(self) -> float:
-        return 0.2 if self.scheduler.one_host else self.settings.cluster.poll_interval_s
 
 
 def by_node_count(candidates: list[Candidate]) -> list[list[Candidate]]:

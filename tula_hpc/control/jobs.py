@@ -306,27 +306,25 @@ class Jobs:
             self._journal.ending(attempt, verdict, reason)
         self._scheduler.cancel([a.job_id for a in attempts if a.job_id])
 
-    def wait_for_room(self, poll_interval_s: float) -> bool:
+    def wait_for_room(self) -> bool:
         """Wait a moment for the scheduler to take more jobs; False if none of the user's are queued, so that no end of
         any can make room."""
         if self._scheduler.jobs_in_queue() == 0:
             return False
         self._heartbeat()
-        time.sleep(poll_interval_s)
+        time.sleep(self._scheduler.poll_interval_s)
         return True
 
     def wait(
         self,
         on_look: Callable[[list[Look]], None],
         on_silence: Callable[[float], None],
-        poll_interval_s: float,
     ) -> None:
         """Look again and again until every attempt has its verdict.
 
         Args:
             on_look: Called after each look that learnt something.
             on_silence: Called with the seconds since the last one, while the scheduler does not answer.
-            poll_interval_s: Time between two looks.
         """
         heard_at = time.monotonic()
         while True:
@@ -339,4 +337,4 @@ class Jobs:
                 on_look(looks)
                 if not self._journal.state().open:
                     return
-            time.sleep(poll_interval_s)
+            time.sleep(self._scheduler.poll_interval_s)

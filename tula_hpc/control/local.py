@@ -40,6 +40,7 @@ class LocalScheduler:
     name = "this machine"
     one_host = True
     file_lag_s = 0.0
+    poll_interval_s = 0.2
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -60,6 +61,12 @@ class LocalScheduler:
     def longest_job_min(self) -> int | None:
         return None
 
+    def max_attempts(self) -> int | None:
+        return None
+
+    def jobs_in_queue(self) -> int:
+        return sum(job.state.active for job in self._jobs.values())
+
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         return None  # what an earlier controller started here has ended with it
 
@@ -72,12 +79,6 @@ class LocalScheduler:
             if waiting is not None:
                 self._start(*waiting)
         return {i: Seen(self._jobs[i].state if i in self._jobs else QueueState.absent) for i in job_ids}
-
-    def max_attempts(self) -> int | None:
-        return None
-
-    def jobs_in_queue(self) -> int | None:
-        return None
 
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         return []

@@ -51,6 +51,11 @@ class Scheduler(Protocol):
     file_lag_s: float
     """How much later than a job's end in the queue its last file may become visible here."""
 
+    @property
+    def poll_interval_s(self) -> float:
+        """Seconds between two looks at the queue."""
+        ...
+
     def submit(self, request: JobRequest) -> list[str]:
         """Submit and return an id for each attempt.
 
@@ -69,6 +74,14 @@ class Scheduler(Protocol):
         """The longest time limit a job may ask for, minutes; None if there is none or nobody knows."""
         ...
 
+    def max_attempts(self) -> int | None:
+        """How many attempts one request may hold; None if there is no limit or nobody knows it."""
+        ...
+
+    def jobs_in_queue(self) -> int | None:
+        """How many jobs of this user wait or run, ours or not, an array element for one; None if nobody answers."""
+        ...
+
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
         """The id of the attempt at `index` of a submission whose answer got lost; None if it is not in the queue.
 
@@ -79,14 +92,6 @@ class Scheduler(Protocol):
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, Seen] | None:
         """Where the jobs are; None if the question could not be asked, which concludes nothing."""
-        ...
-
-    def max_attempts(self) -> int | None:
-        """How many attempts one submission may hold; None if there is no limit."""
-        ...
-
-    def jobs_in_queue(self) -> int | None:
-        """How many of the user's jobs wait or run, ours or not; None if nobody knows."""
         ...
 
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:

@@ -1,30 +1,23 @@
-"""Everything that is known of Slurm and of submitit, and nowhere else.
+"""Jobs on Slurm: submitted through submitit, which nothing else knows, and observed through Slurm's own commands.
 
 submitit writes the batch files and submits; its opinion of a job's state is not asked (it relies on accounting alone).
 """
 
 from __future__ import annotations
 
-import getpass
-import os
 import re
-import shutil
-import subprocess
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tula_hpc.config import ClusterSettings, GpuRequest, Settings
+from tula_hpc.control import slurm_commands
 from tula_hpc.control.scheduler import JobRequest, Seen, tail
-from tula_hpc.control.verdicts import QueueState, slurm_state
-from tula_hpc.errors import SchedulerSilent, SubmissionRejected, SubmissionUnknown
+from tula_hpc.control.slurm_commands import ask
+from tula_hpc.control.slurm_queue import SlurmQueue
+from tula_hpc.errors import SchedulerSilent, SubmissionLimited, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.job import run_attempt
 from tula_hpc.ranks.signs import warning_before_end_s
 from tula_hpc.runs import AttemptFolder, RunFolder
-
-COMMAND_TIMEOUT_S = 60.0
-_KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-_SCRUBBED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SACCT|SINFO|SCONTROL|SUBMITIT|PMI|PMIX)[A-Z0-9]*_")
 
 # What sbatch says when it does not know itself whether the job was taken: a frozen or restarted controller, a lost
 # link.
@@ -33,128 +26,23 @@ _NO_ANSWER = re.compile(
     r"could not make sense of sbatch output",
     re.IGNORECASE,
 )
+# A Slurm that holds as many jobs as it can says so, and sbatch asks again for two minutes before it gives up.
+_FULL = re.compile(r"[^;\n]*(unable to accept job|queue full|creation temporarily disabled)[^;\n]*", re.IGNORECASE)
+_FULL_AT_LAST = "Resource temporarily unavailable"
+_TOO_MANY = re.compile(r"invalid job array specification|submit\w*limit|job violates accounting/qos", re.IGNORECASE)
+# Accounting's refusals end in one sentence for all limits; most versions name the one that was meant before it.
+_NAMED_LIMIT = re.compile(r"\b(?:Assoc|QOS)\w+Limit\b")
 
 
-def _scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what another job or a user's habits would change in ours."""
-    return {k: v for k, v in environment.items() if k in _KEPT_VARIABLES or not _SCRUBBED.match(k)}
-
-
-@contextmanager
-def _clean_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    for name in before.keys() - _scrubbed(before).keys():
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)
-
-
-def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str] | None:
-    """Run one of Slurm's commands, with `text` on its input; None if it is missing or does not answer in time."""
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-            env=_scrubbed(os.environ),
-            input=text,
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-
-
-def _rows(text: str) -> list[tuple[str, str]]:
-    """Lines of `key|rest`; the rest may hold bars (job names do), and lines without one are headings."""
-    pairs = (line.strip().partition("|") for line in text.splitlines())
-    return [(key, rest) for key, bar, rest in pairs if bar]
-
-
-def answers() -> tuple[bool, str]:
-    """Whether a Slurm controller can be reached from here, and the sentence that says so."""
-    if shutil.which("sbatch") is None:
-        return False, "no sbatch on this machine"
-    ping = _ask("scontrol", "ping")
-    if ping is None or ping.returncode != 0 or " UP" not in ping.stdout:
-        return False, "sbatch is here, but no Slurm controller answers"
-    version = _ask("sbatch", "--version")
-    return True, f"{version.stdout.strip() if version else 'Slurm'} answers"
-
-
-def check_site(settings: Settings) -> list[str]:
-    """What Slurm would not accept of partition, account, qos and node count, with what there is instead."""
-    cluster = settings.cluster
-    partitions = _partitions()
-    problems = []
-    if not partitions:
-        return ["cluster.kind is slurm and sinfo gives no partition; is Slurm's controller up? (`scontrol ping`)"]
-    offered = "; ".join(f"{name}: {nodes} nodes, time limit {limit}" for name, (nodes, limit, _) in partitions.items())
-    if cluster.partition is not None and cluster.partition not in partitions:
-        problems.append(
-            f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}"
-        )
-    elif (name := _partition_used(cluster, partitions)) is not None:
-        largest = max(c.num_nodes for c in settings.grid_candidates())
-        if largest > partitions[name][0]:
-            problems.append(
-                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {partitions[name][0]} nodes; "
-                f"lower grid.max_nodes or choose another cluster.partition ({offered})"
-            )
-    else:
-        problems.append(f"cluster.partition is not set and this cluster has no default; set it to one of {offered}")
-    return problems + _check_association(cluster)
-
-
-def _partitions() -> dict[str, tuple[int, str, bool]]:
-    """Partition -> (nodes, time limit, is the default), as sinfo says."""
-    answer = _ask("sinfo", "--noheader", "--summarize", "--format=%P|%D|%l")
-    found = {}
-    for name, rest in _rows(answer.stdout) if answer is not None and answer.returncode == 0 else []:
-        nodes, limit = rest.split("|")
-        found[name.rstrip("*")] = (int(nodes), limit, name.endswith("*"))
-    return found
-
-
-def _partition_used(cluster: ClusterSettings, partitions: dict[str, tuple[int, str, bool]]) -> str | None:
-    """The partition that is asked for, or the cluster's default one; None if there is neither."""
-    default = next((name for name, (_, _, is_default) in partitions.items() if is_default), None)
-    return cluster.partition or default
-
-
-def _minutes(limit: str) -> int | None:
-    """Slurm's `days-hours:minutes:seconds` (or minutes:seconds) in whole minutes; None for `infinite`."""
-    days, _, clock = limit.rpartition("-")
-    fields = clock.split(":")
-    if not all(field.isdigit() for field in fields):
-        return None
-    seconds = 0
-    for field in fields:
-        seconds = 60 * seconds + int(field)
-    return (int(days or 0) * 86400 + seconds) // 60
-
-
-def _check_association(cluster: ClusterSettings) -> list[str]:
-    """Account and qos against what accounting allows this user; nothing to say where there is no accounting."""
-    if cluster.account is None and cluster.qos is None:
-        return []
-    user = getpass.getuser()
-    answer = _ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account,qos,defaultqos")
-    if answer is None or answer.returncode != 0 or not answer.stdout.strip():
-        return []
-    rows = [line.split("|") for line in answer.stdout.split()]
-    accounts = sorted({row[0] for row in rows})
-    services = sorted({name for row in rows for name in row[1].split(",") if name})
-    problems = []
-    if cluster.account is not None and cluster.account not in accounts:
-        problems.append(
-            f"cluster.account is {cluster.account!r}; {user} may use {', '.join(accounts)} (sacctmgr show assoc)"
-        )
-    if cluster.qos is not None and services and cluster.qos not in services:
-        problems.append(f"cluster.qos is {cluster.qos!r}; {user} may use {', '.join(services)} (sacctmgr show assoc)")
-    return problems
+def refusal(message: str) -> type[SubmissionRejected] | type[SubmissionUnknown]:
+    """What it means that sbatch failed with this message."""
+    is_full = _FULL.search(message) is not None
+    rest = _FULL.sub("", message).replace(_FULL_AT_LAST, "") if is_full else message
+    if _NO_ANSWER.search(rest):
+        return SubmissionUnknown
+    named = _NAMED_LIMIT.findall(rest)
+    too_many = _TOO_MANY.search(rest) is not None and (not named or any("Submit" in limit for limit in named))
+    return SubmissionLimited if is_full or too_many else SubmissionRejected
 
 
 class SlurmScheduler:
@@ -167,6 +55,11 @@ class SlurmScheduler:
         self.file_lag_s = settings.cluster.file_lag_s
         self._settings = settings
         self._run = run
+        self._queue = SlurmQueue(settings.cluster.poll_interval_s)
+
+    @property
+    def poll_interval_s(self) -> float:
+        return slurm_commands.poll_interval_s(self._settings.cluster.poll_interval_s)
 
     def submit(self, request: JobRequest) -> list[str]:
         import submitit
@@ -174,14 +67,16 @@ class SlurmScheduler:
         self._run.scheduler.mkdir(parents=True, exist_ok=True)
         executor = self._executor(request)
         try:
-            with _clean_environment():
+            with slurm_commands.clean_environment():
                 jobs = executor.map_array(run_attempt, [str(attempt.path) for attempt in request.attempts])
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
             message = _sentence(str(error))
-            if _NO_ANSWER.search(message):
-                raise SubmissionUnknown(f"sbatch got no answer: {message}") from None
-            raise SubmissionRejected(f"Slurm does not accept the job: {message}") from None
-        return [job.job_id for job in jobs]
+            meaning = refusal(message)
+            words = "sbatch got no answer" if meaning is SubmissionUnknown else "Slurm does not accept the job"
+            raise meaning(f"{words}: {message}") from None
+        job_ids = [job.job_id for job in jobs]
+        self._queue.expect(job_ids)
+        return job_ids
 
     def batch_text(self, request: JobRequest) -> str:
         """The batch file that `submit` would hand to sbatch."""
@@ -191,15 +86,22 @@ class SlurmScheduler:
         return executor._make_submission_file_text(executor._submitit_command_str, "plan")
 
     def why_rejected(self, request: JobRequest) -> str | None:
-        answer = _ask("sbatch", "--test-only", text=self.batch_text(request))
-        if answer is None or answer.returncode == 0 or _NO_ANSWER.search(answer.stderr):
+        answer = ask("sbatch", "--test-only", text=self.batch_text(request))
+        if answer is None or answer.returncode == 0:
             return None
-        return _sentence(answer.stderr)
+        message = _sentence(answer.stderr)
+        return message if refusal(message) is SubmissionRejected else None
 
     def longest_job_min(self) -> int | None:
-        partitions = _partitions()
-        name = _partition_used(self._settings.cluster, partitions)
-        return None if name not in partitions else _minutes(partitions[name][1])
+        partitions = slurm_commands.partitions()
+        name = slurm_commands.partition_used(self._settings.cluster, partitions)
+        return None if name not in partitions else slurm_commands.minutes(partitions[name].time_limit)
+
+    def max_attempts(self) -> int | None:
+        return slurm_commands.max_array_elements()
+
+    def jobs_in_queue(self) -> int | None:
+        return self._queue.num_active()
 
     def _executor(self, request: JobRequest) -> Any:
         import submitit
@@ -209,13 +111,15 @@ class SlurmScheduler:
         return executor
 
     def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
-        answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%j")
-        if answer is None or answer.returncode != 0:
+        ids = self._queue.named(tag)
+        if ids is None:
             raise SchedulerSilent("squeue does not answer")
-        ids = [job_id for job_id, name in _rows(answer.stdout) if name == tag]
-        job_id = next((i for i in ids if i.endswith(f"_{index}") or ("_" not in i and index == 0)), None)
-        if job_id is not None:
-            self._hand_over(job_id, attempt)
+        if not ids:
+            return None
+        # one element of an array is enough to know the others, which may be over and forgotten
+        array, underscore, _ = ids[0].partition("_")
+        job_id = f"{array}_{index}" if underscore or index > 0 else array
+        self._hand_over(job_id, attempt)
         return job_id
 
     def _hand_over(self, job_id: str, attempt: AttemptFolder) -> None:
@@ -232,27 +136,17 @@ class SlurmScheduler:
         unfinished.replace(paths.submitted_pickle)
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, Seen] | None:
-        answer = _ask("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T")
-        if answer is None or answer.returncode != 0:
-            return None
-        states = {job_id: slurm_state(state) for job_id, state in _rows(answer.stdout)}
-        return {job_id: Seen(states.get(job_id, QueueState.absent)) for job_id in job_ids}
-
-    def max_attempts(self) -> int | None:
-        return None
-
-    def jobs_in_queue(self) -> int | None:
-        return None
+        return self._queue.states(job_ids)
 
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
-        return []
+        return slurm_commands.broken_hosts(hosts)
 
     def memory_gib_per_node(self) -> float | None:
-        return None
+        return slurm_commands.memory_gib_per_node(self._settings.cluster)
 
     def cancel(self, job_ids: Collection[str]) -> None:
         if job_ids:
-            _ask("scancel", *sorted(job_ids))
+            ask("scancel", *sorted(job_ids))
 
     def log_tail(self, attempt: AttemptFolder, job_id: str) -> str:
         logs = sorted(self._run.scheduler.glob(f"{job_id}_*_log.*"))
@@ -264,6 +158,7 @@ class SlurmScheduler:
 
 def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str, Any]:
     """The parameters of a request in submitit's words. Exactly one form of each resource, unset ones left out."""
+    memory_gib = request.memory_gib or cluster.memory_gib
     parameters: dict[str, Any] = {
         "job_name": request.tag,
         "comment": request.tag,
@@ -275,7 +170,8 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         "nodes": request.num_nodes,
         "ntasks_per_node": request.ranks_per_node,
         "cpus_per_task": cluster.cpus_per_rank,
-        "mem": None if cluster.memory_gib is None else f"{round(cluster.memory_gib * 1024)}M",
+        "mem": None if memory_gib is None else f"{round(memory_gib * 1024)}M",
+        "exclude": ",".join(request.excluded_hosts) or None,
         "array_parallelism": request.max_running,
         "signal_delay_s": warning_before_end_s(request.time_limit_min),
         "stderr_to_stdout": True,
