@@ -62,9 +62,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def json_text(value: dict[str, Any]) -> str:
+    """A JSON object that carries the format's version, as it stands in a file."""
+    return json.dumps({"version": FORMAT_VERSION, **value}, indent=1, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """`write_text` of a JSON object that carries the format's version."""
-    write_text(path, json.dumps({"version": FORMAT_VERSION, **value}, indent=1, allow_nan=False) + "\n")
+    """`write_text` of `json_text`."""
+    write_text(path, json_text(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
 from tula_hpc.models.search import next_candidates
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
-from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
 # Ends that say nothing about the candidate, and how often a profiling job is run again after each; counted from the
@@ -115,7 +114,8 @@ class Controller:
             running = self.journal.state().open
             if not wanted and not running:
                 break
-            wanted = [c for c in wanted if profile_job(c) not in {a.job for a in running}]
+            running_jobs = {a.job for a in running}
+            wanted = [c for c in wanted if profile_job(c) not in running_jobs]
             self._submit_profiling(wanted)
             total = len(measured) + len(wanted) + len(running)
 
@@ -224,7 +224,7 @@ class Controller:
         state = self.journal.state()
         found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self._out_of_memory_verdicts)}
         for attempt in _profiled(state, {Verdict.success}):
-            if self._point(attempt)["allocator_retries"] > 0:
+            if self.jobs.point(attempt)["allocator_retries"] > 0:
                 found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
         return found
 
@@ -238,9 +238,6 @@ class Controller:
             for a in last
             if a is not None and a.verdict not in skipped
         }
-
-    def _point(self, attempt: Attempt) -> dict[str, Any]:
-        return read_point(self.run.attempt(attempt.job, attempt.number), self.jobs.candidate(attempt))
 
     def _take_over_measurements(self) -> None:
         """Copy what other runs under the same root have measured of the same steps, by `measurement_signature`."""
@@ -277,7 +274,7 @@ class Controller:
         """Both step-time forms and the memory model, from every measured point."""
         because = self._infeasible_because()
         attempts = _profiled(self.journal.state(), {Verdict.success})
-        points = [self._point(attempt) for attempt in attempts]
+        points = [self.jobs.point(attempt) for attempt in attempts]
         usable = [p for p, a in zip(points, attempts, strict=True) if self.jobs.candidate(a) not in because]
         if not usable:
             raise TulaError("every measured candidate needed allocator retries; lower grid.max_batch_per_rank")

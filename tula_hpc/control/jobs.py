@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, to_plain
@@ -69,6 +70,7 @@ class Jobs:
         """Where each attempt was when this controller last saw it in the queue."""
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Last heartbeat of each running attempt, and when it was first seen."""
+        self._points: dict[tuple[str, int], dict[str, Any]] = {}
 
     def request(
         self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None = None
@@ -157,14 +159,13 @@ class Jobs:
         request = self.request(kind, candidates, time_limit_min, memory_gib)
         request = self._without_needless_exclusions(request)
         attempts = []
-        for candidate, folder in zip(candidates, request.attempts, strict=True):
-            self._write_request(kind, candidate, folder, time_limit_min)
-            job = _job(kind, candidate)
-            attempt = Attempt(
-                job, folder.number, request.tag, candidate.batch_per_rank, candidate.num_nodes, memory_gib
-            )
-            self._journal.intend(attempt)
-            attempts.append(attempt)
+        with self._journal.together():
+            for candidate, folder in zip(candidates, request.attempts, strict=True):
+                self._write_request(kind, candidate, folder, time_limit_min)
+                job, batch = _job(kind, candidate), candidate.batch_per_rank
+                attempt = Attempt(job, folder.number, request.tag, batch, candidate.num_nodes, memory_gib)
+                self._journal.intend(attempt)
+                attempts.append(attempt)
         try:
             job_ids = self._scheduler.submit(request)
         except SubmissionUnknown as error:
@@ -175,8 +176,9 @@ class Jobs:
             for attempt in attempts:
                 self._journal.concluded(attempt, verdict, str(error))
             raise
-        for attempt, job_id in zip(attempts, job_ids, strict=True):
-            self._journal.submitted(attempt, job_id)
+        with self._journal.together():
+            for attempt, job_id in zip(attempts, job_ids, strict=True):
+                self._journal.submitted(attempt, job_id)
 
     def more_memory_gib(self, attempt: Attempt) -> float | None:
         """Host memory for the next attempt after one that was killed for its lack: twice as much, as far as nodes and
@@ -216,15 +218,16 @@ class Jobs:
         if states is None:
             return None
         looks = []
-        for attempt in open_attempts:
-            seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
-            if attempt.ending is not None and seen.state.active and attempt.job_id:
-                self._scheduler.cancel([attempt.job_id])  # the scheduler may not have heard it
-            elif seen.state is QueueState.running:
-                self._end_if_hung(attempt)
-            if seen.state.active:
-                self._last_seen[attempt.key] = seen.state
-            looks.append(Look(attempt, seen, None if seen.state.active else self._judge(attempt, seen)))
+        with self._journal.together():
+            for attempt in open_attempts:
+                seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
+                if attempt.ending is not None and seen.state.active and attempt.job_id:
+                    self._scheduler.cancel([attempt.job_id])  # the scheduler may not have heard it
+                elif seen.state is QueueState.running:
+                    self._end_if_hung(attempt)
+                if seen.state.active:
+                    self._last_seen[attempt.key] = seen.state
+                looks.append(Look(attempt, seen, None if seen.state.active else self._judge(attempt, seen)))
         return looks
 
     def _end_if_hung(self, attempt: Attempt) -> None:
@@ -292,10 +295,21 @@ class Jobs:
             if attempt.job == TRAIN:
                 read_json(self._run.train_result)
             else:
-                read_point(folder, self.candidate(attempt))
+                self.point(attempt)
         except RecordError as error:
             return str(error)
         return None
+
+    def point(self, attempt: Attempt) -> dict[str, Any]:
+        """What a profiling attempt measured, as `read_point` gives it; read once, because a whole record never changes.
+
+        Raises:
+            RecordError: As `read_point` does.
+        """
+        if attempt.key not in self._points:
+            folder = self._run.attempt(attempt.job, attempt.number)
+            self._points[attempt.key] = read_point(folder, self.candidate(attempt))
+        return self._points[attempt.key]
 
     def candidate(self, attempt: Attempt) -> Candidate:
         return Candidate(attempt.num_nodes, attempt.batch_per_rank, self._settings.cluster.ranks_per_node)

@@ -7,14 +7,17 @@ An event is written before or after the thing it speaks of in the order that mak
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.runs import read_json, sync_folder, write_json
+from tula_hpc.runs import json_text, read_json, sync_folder
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class State:
 
     def of(self, job: str) -> list[Attempt]:
         """Attempts at one job, oldest first."""
-        return [a for a in self.attempts.values() if a.job == job]
+        return self._by_job.get(job, [])
 
     def last(self, job: str) -> Attempt | None:
         attempts = self.of(job)
@@ -76,6 +79,13 @@ class State:
         """Hosts that took one of this run's jobs down with them."""
         return tuple(sorted({host for a in self.attempts.values() for host in a.broken_hosts}))
 
+    @cached_property
+    def _by_job(self) -> dict[str, list[Attempt]]:
+        found: dict[str, list[Attempt]] = {}
+        for attempt in self.attempts.values():
+            found.setdefault(attempt.job, []).append(attempt)
+        return found
+
 
 class Journal:
     """The events of one run folder. The controller is the only writer, so what it has read and written is the state."""
@@ -84,7 +94,11 @@ class Journal:
         self._folder = folder
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._start = 0
+        self._state: State | None = None
+        self._number = 0
+        self._flushed_later = False
         for event in self.events():
+            self._number += 1
             self._fold(event)
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -94,9 +108,23 @@ class Journal:
 
     def state(self) -> State:
         """What all events add up to."""
-        return State(dict(self._attempts), self._start)
+        if self._state is None:
+            self._state = State(dict(self._attempts), self._start)
+        return self._state
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Flush the folder once for all events of the block: they survive a crash of the machine from its end on."""
+        before, self._flushed_later = self._number, True
+        try:
+            yield
+        finally:
+            self._flushed_later = False
+            if self._number > before:
+                sync_folder(self._folder)
 
     def _fold(self, event: dict[str, Any]) -> None:
+        self._state = None
         key = (event.get("job", ""), event.get("attempt", 0))
         if event["event"] == "started":
             self._start += 1
@@ -157,15 +185,22 @@ class Journal:
     def _append(self, event: str, **values: Any) -> None:
         """Write the next event under a number nobody else has taken."""
         record = {"event": event, "time": time.time(), **values}
-        temporary = self._folder / f".event-{os.getpid()}"
-        write_json(temporary, record)
-        number = len(list(self._folder.glob("[0-9]*.json"))) + 1
-        while True:
-            try:
-                os.link(temporary, self._folder / f"{number:06d}-{event}.json")
-                break
-            except FileExistsError:
-                number += 1
-        temporary.unlink()
-        sync_folder(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".event-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json_text(record))
+                file.flush()
+                os.fsync(file.fileno())
+            while True:
+                self._number += 1
+                try:
+                    os.link(temporary, self._folder / f"{self._number:06d}-{event}.json")
+                    break
+                except FileExistsError:
+                    continue
+        finally:
+            os.unlink(temporary)
+        if not self._flushed_later:
+            sync_folder(self._folder)
         self._fold(record)

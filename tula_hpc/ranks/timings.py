@@ -60,7 +60,8 @@ def read_rank(attempt: AttemptFolder, rank: int) -> tuple[list[dict[str, float]]
         )
     if meta["attempt"] != attempt.number or meta["rank"] != rank:
         raise RecordError(f"{path} is of attempt {meta['attempt']}, rank {meta['rank']}; it lies in the wrong place")
-    rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(io.StringIO(text))]
+    header, *lines = csv.reader(io.StringIO(text))
+    rows = [dict(zip(header, map(float, line), strict=True)) for line in lines]
     if [row["step"] for row in rows] != [float(i) for i in range(meta["rows"])]:
         raise RecordError(f"{path} does not hold the steps 0 to {meta['rows'] - 1}, each once")
     memory = meta["memory"]
