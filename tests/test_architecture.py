@@ -11,7 +11,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tula_hpc"
 # Modules that run on ranks but hold no torch, so the controller may use them.
-TORCH_FREE_RANKS = {"tula_hpc.ranks.timings", "tula_hpc.ranks.job", "tula_hpc.ranks.signs"}
+TORCH_FREE_RANKS = {
+    "tula_hpc.ranks.timings",
+    "tula_hpc.ranks.job",
+    "tula_hpc.ranks.launch",
+    "tula_hpc.ranks.signs",
+    "tula_hpc.ranks.packed",
+}
 
 
 def imported_by(path: Path, top_level_only: bool = False) -> set[str]:

@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once():
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("objective=fastest", "known are cost, knee, time"),
+        ("objective=fastest", "known are cost, knee, time, time_to_result"),
         ("+experiment=resnet", "resnet50_imagenet"),
         ("grid.max_node=2", "did you mean grid.max_nodes"),
         ("training.precision=fp8", "expected one of [fp32, tf32, bf16]"),
@@ -136,6 +136,10 @@ def test_free_keys_can_be_added():
         ("workload.model._target_=nowhere.net", ["no module 'nowhere'"]),
         ("workload.data_files=[absent]", ["data.root", "absent", "data.download=true", "data=synthetic"]),
         ("pricing.price_per_node_hour=0", ["pricing.price_per_node_hour is 0"]),
+        ("+objective.queue_wait_min={four: 5}", ["objective.queue_wait_min", "'four'", "numbers of nodes"]),
+        ("+objective.queue_wait_min={4: -1}", ["objective.queue_wait_min.4 is -1", "0 or greater"]),
+        ("+objective.queue_wait_min.4=soon", ["objective.queue_wait_min.4 is 'soon'", "minutes"]),
+        ("+objective.queue_wait_min={4: .inf}", ["objective.queue_wait_min.4", "finite"]),
     ],
 )
 def test_each_rule_names_key_value_limit_and_way_out(
@@ -170,10 +174,19 @@ def test_settings_survive_the_run_folder(tiny_settings: Callable[..., Settings])
     assert settings.data.kind is DataKind.synthetic
 
 
+def test_queue_waits_may_be_given_in_either_form(tiny_settings: Callable[..., Settings]):
+    """A table of waits and one wait at a time are the same settings, in memory and in the run folder."""
+    table = tiny_settings("objective=time_to_result", "+objective.queue_wait_min={4: 120}")
+    single = tiny_settings("objective=time_to_result", "+objective.queue_wait_min.4=120")
+    assert check(table) == check(single) == []
+    assert signature(table) == signature(single) == signature(from_plain(to_plain(table)))
+
+
 def test_the_signature_ignores_what_does_not_change_the_result(tiny_settings: Callable[..., Settings]):
     """Time limits, polling and the account leave the run folder the same; the learning rate does not."""
     base = signature(tiny_settings())
     assert signature(tiny_settings("cluster.profile_time_limit_min=3", "cluster.account=a", "run_root=x")) == base
+    assert signature(tiny_settings("profiling=packed")) == base
     assert signature(tiny_settings("training.lr=0.02")) != base
 
 

@@ -12,6 +12,7 @@ import pytest
 from tula_hpc.candidates import Candidate, candidate_grid
 from tula_hpc.models.memory import fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice
+from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.selection import (
     NoFeasibleConfiguration,
     Rule,
@@ -329,3 +330,57 @@ def test_infeasible_rows_do_not_move_the_knee() -> None:
     assert with_them == without
     for objective in ("time", "cost"):
         assert select(pd.concat([SMOOTH, beyond]), objective).global_batch <= 16384
+
+
+# --- waiting in the queue ---------------------------------------------------------------------------------------------
+
+HOUR_S = 3600.0
+
+
+def waiting(*seconds: float | None) -> pd.DataFrame:
+    """Three numbers of nodes that train in 10, 6 and 4 hours and wait that long."""
+    tables = [curve([64 * n], [hours * HOUR_S], nodes=n) for n, hours in ((1, 10), (2, 6), (4, 4))]
+    table = pd.concat(tables, ignore_index=True)
+    table["queue_wait_s"] = np.array(seconds, dtype=float)
+    table["queue_wait_source"] = "estimated by Slurm"
+    table["time_to_result_s"] = table["train_time_s"] + table["queue_wait_s"].fillna(0.0)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("waits_h", "nodes"), [((0, 0, 0), 4), ((0, 1, 4), 2), ((0, 12, 24), 1), ((None, None, None), 4)]
+)
+def test_a_long_wait_makes_a_smaller_cluster_the_sooner_one(waits_h: tuple[float | None, ...], nodes: int) -> None:
+    """The least sum of wait and training is chosen; a wait that nobody knows counts as none."""
+    table = waiting(*[None if wait is None else wait * HOUR_S for wait in waits_h])
+    assert select(table, "time_to_result").num_nodes == nodes
+
+
+def test_the_reason_says_how_much_of_the_time_is_waiting() -> None:
+    """The wait, its source and the sum stand in the reason, and where nobody knows, that."""
+    reason = select(waiting(0, HOUR_S, None), "time_to_result", tie_tolerance=0.0).reason
+    assert "How long a job of 4 nodes would wait is not known and counts as 0." in reason
+    reason = select(waiting(0, HOUR_S, 5 * HOUR_S), "time_to_result").reason
+    assert "Its time to the result of 7 h has 1 h of waiting in the queue in it (estimated by Slurm)." in reason
+
+
+def test_other_objectives_pass_over_the_wait() -> None:
+    """With the same waits the fastest training stays the fastest."""
+    assert select(waiting(0, HOUR_S, 50 * HOUR_S), "time").num_nodes == 4
+
+
+def test_the_table_has_the_wait_of_each_number_of_nodes() -> None:
+    """Waits are added to the training time by number of nodes, and one that is missing stays unknown."""
+    table = make_table(waits={2: Wait(60.0, "given"), 4: Wait(120.0, "given")})
+    by_nodes = table.groupby("num_nodes")["queue_wait_s"].first()
+    assert by_nodes[[2, 4]].tolist() == [60.0, 120.0]
+    assert by_nodes[[8, 16]].isna().all()
+    added = (table["time_to_result_s"] - table["train_time_s"]).groupby(table["num_nodes"]).first()
+    assert added.tolist() == pytest.approx([60.0, 120.0, 0.0, 0.0])
+
+
+def test_given_waits_are_interpolated_between_and_held_outside() -> None:
+    """Half-way between two given numbers of nodes is half-way between their waits; beyond them the nearest counts."""
+    waits = given_waits({2: 10, 6: 30}, [1, 2, 4, 6, 8])
+    assert [wait.seconds for wait in waits.values()] == [600.0, 600.0, 1200.0, 1800.0, 1800.0]
+    assert waits[4].source == "from the given ones in objective.queue_wait_min"

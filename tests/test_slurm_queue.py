@@ -373,4 +373,4 @@ def test_one_element_of_a_lost_array_tells_the_ids_of_all(
     site("squeue", rows)
     run_folder.scheduler.mkdir()
     scheduler = SlurmScheduler(tiny_settings(), run_folder)
-    assert scheduler.find("tula-a", index, run_folder.attempt("train", 1)) == job_id
+    assert scheduler.find("tula-a", index, [run_folder.attempt("train", 1)], False) == job_id

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-from tula_hpc.config import Settings
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import ProfilingKind, Settings
+from tula_hpc.control import slurm
+from tula_hpc.control.packing import submissions
 from tula_hpc.control.scheduler import JobRequest
-from tula_hpc.control.slurm import batch_parameters, refusal
+from tula_hpc.control.slurm import Trial, batch_parameters, read_trial, refusal
 from tula_hpc.control.slurm_commands import (
     broken_hosts,
     max_array_elements,
@@ -20,6 +26,9 @@ from tula_hpc.control.slurm_commands import (
     scrubbed,
 )
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, SubmissionUnknown
+from tula_hpc.plan_words import sharing_compared, trial_words
+from tula_hpc.ranks.packed import run_attempts
+from tula_hpc.runs import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -146,3 +155,79 @@ def test_a_request_may_ask_for_more_memory_and_leave_hosts_out(tiny_settings: Ca
     request = JobRequest("tula-x", (), 2, 4, 15, 4, memory_gib=3, excluded_hosts=("n1", "n7"))
     parameters = batch_parameters(tiny_settings("cluster.memory_gib=1.5").cluster, request)
     assert (parameters["mem"], parameters["exclude"]) == ("3072M", "n1,n7")
+
+
+@pytest.fixture
+def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose clock shows nine hours more than UTC."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+STARTS = "sbatch: Job 12 to start at 2026-11-28T12:00:00 using 4 processors on nodes n[1-4] in partition main\n"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "stderr", "trial"),
+    [
+        (0, STARTS, Trial(True, start_s=datetime(2026, 11, 28, 3, tzinfo=timezone.utc).timestamp())),
+        (0, "", Trial(True)),
+        (0, "sbatch: Job 12 to start at N/A using 4 processors\n", Trial(True)),
+        (1, "allocation failure: Requested node configuration is not available\n", None),
+        (1, "sbatch: error: Batch job submission failed: Unable to contact slurm controller\n", Trial(False)),
+    ],
+)
+def test_a_trial_is_read_as_slurm_prints_it(in_tokyo: None, returncode: int, stderr: str, trial: Trial | None):
+    """The start is in local time; without one, with a refusal, and without an answer are three other things."""
+    refused = Trial(True, refused="Requested node configuration is not available")
+    assert read_trial(returncode, stderr) == (trial or refused)
+
+
+def test_a_start_in_the_past_is_no_negative_wait():
+    """A job that could start now waits for 0 s."""
+    assert Trial(True, start_s=time.time() - 5).wait_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answered", "refused", "wait_s", "words"),
+    [
+        (True, None, 3 * 3600.0, "accepted. Slurm's estimate, a hint: would start in about 3.0 h"),
+        (True, None, 0.0, "accepted. Slurm's estimate, a hint: would start at once"),
+        (True, None, None, "accepted, without an estimate of the start"),
+        (True, "Invalid account", None, "Invalid account"),
+        (False, None, None, "no answer"),
+    ],
+)
+def test_plan_tells_what_slurm_says(answered: bool, refused: str | None, wait_s: float | None, words: str):
+    """Accepted with a hint of the start, refused, and silent read differently."""
+    assert trial_words(answered, refused, wait_s) == words
+
+
+def test_plan_compares_the_ways_to_share_jobs(tiny_settings: Callable[..., Settings]):
+    """Fewer jobs hold their nodes longer, and one for all leaves nodes idle; node-hours and lengths say so."""
+    settings = tiny_settings("search.max_seconds=60")
+    grid = [Candidate(n, b) for n in (1, 4) for b in (16, 32)]
+    lines = sharing_compared(settings, {kind: submissions(settings, kind, grid, None) for kind in ProfilingKind})
+    assert lines[1:] == [
+        "  array (this plan): 4 jobs, up to about 0.33 node-hours, the longest holds 4 nodes for up to about 2.0 min",
+        "  packed: 2 jobs, up to about 0.33 node-hours, the longest holds 4 nodes for up to about 4.0 min",
+        "  single: 1 job, up to about 0.53 node-hours, the longest holds 4 nodes for up to about 8.0 min",
+    ]
+
+
+def test_a_lost_job_of_several_attempts_is_found_and_gets_all_its_work(
+    run_folder: RunFolder, tiny_settings: Callable[..., Settings], command: Callable[..., Path]
+):
+    """Whichever of its attempts is looked for, the one job is found by its tag and handed the whole list once."""
+    command("squeue", "56_0|PENDING|None||tula-y\n57|PENDING|None||tula-x\n")
+    command("scontrol")
+    run_folder.scheduler.mkdir()
+    folders = [run_folder.attempt(f"profile/n001-b000{batch}", 1) for batch in (16, 32, 64)]
+    scheduler = slurm.SlurmScheduler(tiny_settings(), run_folder)
+    assert [scheduler.find("tula-x", index, folders, True) for index in range(3)] == ["57"] * 3
+    work = pickle.loads((run_folder.scheduler / "57_submitted.pkl").read_bytes())
+    assert work.function is run_attempts
+    assert work.args == ([str(folder.path) for folder in folders],)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.ranks import checkpoints, workloads
-from tula_hpc.ranks.distributed import Rank
+from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.training import RemainingSampler, train
 from tula_hpc.runs import RunFolder, read_json

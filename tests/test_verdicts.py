@@ -102,6 +102,12 @@ terminated = RankError("terminated", "SIGTERM came 40 s after the start")
         (evidence(queue=QueueState.absent, near_its_limit=True), Verdict.timeout),
         (evidence(started=False, log_tail="task 0: User defined signal 2"), Verdict.preempted),
         (evidence(), Verdict.failed),
+        (evidence(shares_job=True, started=False), Verdict.never_started),
+        (evidence(shares_job=True, started=False, queue=QueueState.timeout), Verdict.never_started),
+        (evidence(shares_job=True, started=False, queue=QueueState.out_of_memory), Verdict.never_started),
+        (evidence(shares_job=True, started=False, queue=QueueState.cancelled), Verdict.cancelled),
+        (evidence(shares_job=True, queue=QueueState.timeout), Verdict.timeout),
+        (evidence(shares_job=True, complete=True, queue=QueueState.timeout), Verdict.success),
     ],
 )
 def test_the_verdict_follows_from_the_evidence(seen: Evidence, verdict: Verdict):
@@ -129,6 +135,7 @@ def test_a_failure_without_words_shows_the_end_of_its_log():
         (RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 300000ms for recv operation"), "waited"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:2"), "lost"),
         (ValueError("connection reset"), "error"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "host_oom"),
         (ValueError("shapes do not match"), "error"),
     ],
 )

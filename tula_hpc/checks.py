@@ -96,6 +96,7 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
+    problems += _check_queue_waits(settings)
     milestones = settings.training.milestones
     if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
         problems.append(f"training.milestones is {milestones}; list epochs from 1 on in rising order")
@@ -111,6 +112,19 @@ def check(settings: Settings) -> list[str]:
     if problems:  # what follows computes with these values
         return problems
     return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
+
+
+def _check_queue_waits(settings: Settings) -> list[str]:
+    key, waits = "objective.queue_wait_min", settings.objective.queue_wait_min
+    problems = []
+    for nodes, wait_min in waits.items():
+        if not str(nodes).isdecimal() or int(str(nodes)) < 1:
+            problems.append(f"{key} has the key {nodes!r}; its keys are numbers of nodes, as in {{1: 5, 8: 240}}")
+        if isinstance(wait_min, bool) or not isinstance(wait_min, (int, float)) or not 0 <= wait_min < math.inf:
+            problems.append(f"{key}.{nodes} is {wait_min!r}; give minutes, 0 or greater and finite")
+    if len({str(nodes) for nodes in waits}) < len(waits):
+        problems.append(f"{key} gives a number of nodes twice: {waits}; keep one of them")
+    return problems
 
 
 def _check_grid(settings: Settings) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from tula_hpc import __version__
 from tula_hpc.checks import check, data_is_missing
 from tula_hpc.composition import compose, compose_each, is_plain
-from tula_hpc.config import ClusterKind, Settings, conf_dir, signature, to_plain
+from tula_hpc.config import ClusterKind, ProfilingKind, Settings, conf_dir, signature, to_plain
 from tula_hpc.display import Display, candidates_table, duration
 from tula_hpc.errors import ConfigError, TulaError
 from tula_hpc.runs import RunFolder, find_run, read_json
@@ -210,6 +210,7 @@ def _plan(settings: Settings, display: Display) -> None:
     from tula_hpc.control.controller import Controller, price_of, profiling_requests
     from tula_hpc.control.local import LocalScheduler
     from tula_hpc.control.slurm import SlurmScheduler
+    from tula_hpc.plan_words import sharing_compared, trial_words
 
     settings = _settled(settings, display)
     _refuse_what_cannot_work(settings)
@@ -217,32 +218,36 @@ def _plan(settings: Settings, display: Display) -> None:
     on_slurm = settings.cluster.kind is ClusterKind.slurm
     scheduler = SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
     with _scratch_journal(run) as scratch:
-        requests = profiling_requests(Controller(settings, scratch, scheduler, display, []))
+        controller = Controller(settings, scratch, scheduler, display, [])
+        requests = profiling_requests(controller)
     grid = settings.grid_candidates()
-    jobs = sum(len(candidates) for _, candidates in requests)
+    wanted = [candidate for _, submission in requests for candidate in submission.candidates]
     display.say(f"{len(grid)} candidates: {', '.join(c.name for c in grid)}")
-    display.say(f"search={settings.search.mode.name} profiles {jobs} of them in {len(requests)} submissions:")
-    about_s = settings.search.max_seconds + 60  # and a minute to start
+    display.say(f"search={settings.search.mode.name} profiles {len(wanted)} of them in {len(requests)} submissions:")
     about = atmost = 0.0
-    for request, candidates in requests:
-        names = ", ".join(c.name for c in candidates)
+    for request, submission in requests:
+        names = ", ".join(c.name for c in submission.candidates)
         at_once = 1 if scheduler.one_host else request.max_running
-        display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} (up to {at_once} at once)")
-        about += len(candidates) * request.num_nodes * about_s / 3600
-        atmost += len(candidates) * request.num_nodes * (request.time_limit_min or 0) / 60
+        how = "one after the other in one job" if submission.one_after_another else f"up to {at_once} at once"
+        display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} ({how})")
+        about += submission.node_hours(settings)
+        atmost += submission.num_jobs * request.num_nodes * (submission.time_limit_min or 0) / 60
     price = settings.pricing.price_per_node_hour
     cost = f", {settings.pricing.currency}{about * price:.2f} at {price} a node-hour"
     known = cost if settings.pricing.kind.name == "node_hour" else "; its price depends on the memory it will show"
     display.say(
         f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
     )
+    if not scheduler.one_host:
+        for line in sharing_compared(settings, {kind: controller.submissions(kind, wanted) for kind in ProfilingKind}):
+            display.say(line)
     display.say(f"objective={settings.objective.kind.name}, price: {price_of(settings).describe()}")
     display.say(f"the run folder would be {run.path}")
     if isinstance(scheduler, SlurmScheduler):
         for request, _ in requests:
             display.say(f"\n--- sbatch gets, for {request.num_nodes} nodes:\n{scheduler.batch_text(request)}")
-            refused = scheduler.why_rejected(request)
-            display.say(f"--- sbatch --test-only: {'accepted' if refused is None else refused}")
+            trial = scheduler.try_out(request)
+            display.say(f"--- sbatch --test-only: {trial_words(trial.answered, trial.refused, trial.wait_s)}")
     display.say("nothing was submitted")
 
 

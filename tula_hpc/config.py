@@ -53,6 +53,13 @@ class ObjectiveKind(Enum):
     time = "time"
     cost = "cost"
     knee = "knee"
+    time_to_result = "time_to_result"
+
+
+class ProfilingKind(Enum):
+    array = "array"
+    packed = "packed"
+    single = "single"
 
 
 class PricingKind(Enum):
@@ -119,7 +126,7 @@ class ClusterSettings:
     gpu_type: str | None = None
     """Type name in the GPU request, as in `--gpus-per-node=h100:4`. Null: any."""
     profile_time_limit_min: int = no_result(15)
-    """Time limit of one profiling job, minutes."""
+    """Time limit of one profiling job, minutes; one that measures several candidates gets more if it may need it."""
     train_time_limit_min: int | None = no_result(None)
     """Time limit of the training job, minutes. Null: half as long again as predicted, and ten minutes to start."""
     max_running_jobs: int = no_result(4)
@@ -221,11 +228,23 @@ class SearchSettings:
 
 
 @dataclass
+class ProfilingSettings:
+    kind: ProfilingKind = ProfilingKind.array
+    """How candidates share jobs: `array`: a job each; `packed`: one job for each number of nodes measures its batches
+    one after the other; `single`: one job of the largest size measures all. On `cluster=local` they are the same."""
+
+
+@dataclass
 class ObjectiveSettings:
     kind: ObjectiveKind = ObjectiveKind.knee
-    """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay."""
+    """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay; `time_to_result`: fastest counting
+    the wait in the queue."""
     tie_tolerance: float = 0.02
     """Candidates within this share of the best count as equal; the smaller batch of them is taken."""
+    queue_wait_min: dict[Any, Any] = field(default_factory=dict)
+    """For `time_to_result`: how long a training waits in your queue, minutes by number of nodes, given as
+    '+objective.queue_wait_min={1: 5, 8: 240}'; between two of them it is interpolated, outside the nearest is taken.
+    Empty: Slurm's estimates when the choice is made, of which one that Slurm does not give counts as 0."""
 
 
 @dataclass
@@ -293,6 +312,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     grid: GridSettings = field(default_factory=GridSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
+    profiling: ProfilingSettings = field(default_factory=ProfilingSettings, metadata=NO_RESULT)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     pricing: PricingSettings = field(default_factory=PricingSettings)
     method: MethodSettings = field(default_factory=MethodSettings)
@@ -332,7 +352,7 @@ def to_plain(settings: Any) -> Any:
     if isinstance(settings, Enum):
         return settings.name
     if isinstance(settings, dict):
-        return {key: to_plain(value) for key, value in settings.items()}
+        return {str(key): to_plain(value) for key, value in settings.items()}
     if isinstance(settings, (list, tuple)):
         return [to_plain(value) for value in settings]
     return settings

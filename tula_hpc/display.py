@@ -196,6 +196,9 @@ def candidates_table(selection: dict[str, Any]) -> Table:
         "\nmemory", "\ncost",
     ):  # fmt: skip
         table.add_column(header, justify="right", no_wrap=True)
+    waits_known = any(row.get("queue_wait_s") is not None for row in selection["candidates"])
+    if waits_known:
+        table.add_column("queue\nwait", justify="right", no_wrap=True)
     table.add_column("")
     chosen = (selection["num_nodes"], selection["batch_per_rank"])
     for row in selection["candidates"]:
@@ -212,6 +215,7 @@ def candidates_table(selection: dict[str, Any]) -> Table:
             _or_dash(row["train_time_s"], duration),
             _or_dash(memory, lambda gib: f"{gib:.2f} GiB"),
             _or_dash(row["cost"], lambda cost: f"{selection['currency']}{cost:.3g}"),
+            *([_or_dash(row["queue_wait_s"], duration)] if waits_known else []),
             note,
             style="bold green" if is_chosen else "" if row["feasible"] else "dim",
         )

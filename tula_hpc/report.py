@@ -148,6 +148,7 @@ _OBJECTIVES = {
     ObjectiveKind.time: "least training time",
     ObjectiveKind.cost: "least cost",
     ObjectiveKind.knee: "knee of the training time: the batch from which larger ones hardly pay",
+    ObjectiveKind.time_to_result: "least time to the result: the wait in the queue and the training",
 }
 
 

@@ -41,8 +41,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync_folder(path.parent)
 
@@ -255,6 +257,18 @@ class AttemptFolder:
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank:04d}.log"
 
+    def turn(self, launch: str) -> Path:
+        """Where attempts share a job: whether the first rank of a launch runs this one, or why it does not."""
+        return self.path / f"turn-{safe_tag(launch)}.json"
+
+    def rank_end(self, rank: int) -> Path:
+        """Where attempts share a job: the end of a rank's process, written by the one that watched it."""
+        return self.path / f"ended-{rank:04d}.json"
+
+    def is_over(self, world_size: int) -> bool:
+        """Whether the processes of all ranks are known to have ended, in a job that attempts share."""
+        return all(self.rank_end(rank).exists() for rank in range(world_size))
+
     def errors(self) -> list[dict[str, Any]]:
         """What failing ranks of the newest launch wrote before they ended, earliest first: the others mostly report the
         loss of the first.
@@ -267,7 +281,7 @@ class AttemptFolder:
         for path in sorted(self.path.glob("error-*.json")):
             with suppress(RecordError):
                 found.append(read_json(path))
-        found = [error for error in found if newest is None or error["launch"] in (None, newest)]
+        found = [error for error in found if newest is None or error.get("launch") in (None, newest)]
         return sorted(found, key=lambda error: error["time"])
 
 

@@ -183,6 +183,9 @@ def test_plan_shows_what_is_submitted_and_submits_nothing(slurm: ThrowawaySlurm,
         "#SBATCH --array=0-1%2",
         "#SBATCH --mem=1536M",
         "accepted",
+        "Slurm's estimate, a hint: would start",
+        "packed: 3 jobs",
+        "single: 1 job,",
         "nothing was submitted",
     ):
         assert words in answer.stdout

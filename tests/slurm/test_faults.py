@@ -337,6 +337,8 @@ def test_the_run_folder_is_read_only(slurm: ThrowawaySlurm, tula: Tula, small_di
     tula.start()
     tula.wait_claimed(SMALL)
     tula.kill()
+    tula.switch_off("hold")
+    slurm.wait_empty()  # a log that is written to keeps the file system writable
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     tula.start()
     code, text = tula.end()
@@ -344,7 +346,6 @@ def test_the_run_folder_is_read_only(slurm: ThrowawaySlurm, tula: Tula, small_di
     assert "Read-only file system" in text
     assert "Traceback" not in text
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    tula.switch_off("hold")
     tula.start()
     tula.finish()
     assert tula.verdicts(SMALL) == ["success"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shlex
@@ -15,15 +16,25 @@ from typing import Any
 import pandas as pd
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import MethodKind, PricingKind, Settings, measurement_signature, to_plain
+from tula_hpc.config import (
+    MethodKind,
+    ObjectiveKind,
+    PricingKind,
+    ProfilingKind,
+    Settings,
+    measurement_signature,
+    to_plain,
+)
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
+from tula_hpc.control.packing import Submission, submissions
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import RecordError, SubmissionRejected, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
+from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import next_candidates
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
@@ -140,32 +151,38 @@ class Controller:
                 f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again when it is mended."
             )
 
+    def submissions(self, kind: ProfilingKind, candidates: list[Candidate]) -> list[Submission]:
+        """What measures the candidates on this run's scheduler."""
+        if self.scheduler.one_host or kind is ProfilingKind.array:  # no queue on one host, so nothing to share
+            return submissions(self.settings, ProfilingKind.array, candidates, None)
+        return submissions(self.settings, kind, candidates, self.scheduler.longest_job_min())
+
     def _submit_profiling(self, wanted: list[Candidate]) -> None:
         """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round."""
-        limit_min = self.settings.cluster.profile_time_limit_min
-        self.jobs.refuse_what_would_be_rejected(by_node_count(wanted), limit_min)
-        for group in by_node_count(wanted):
-            for memory_gib, candidates in self._by_memory(group):
-                while (too_many := self.jobs.submit("profile", candidates, limit_min, memory_gib)) is not None:
-                    self.display.waiting("profiling jobs", too_many)
-                    if self.journal.state().open:
-                        return
-                    self._wait_for_room(too_many)
+        round_of_jobs = self.submissions(self.settings.profiling.kind, wanted)
+        self.jobs.refuse_what_would_be_rejected(round_of_jobs)
+        for submission in [part for whole in round_of_jobs for part in self._by_memory(whole)]:
+            while (too_many := self.jobs.submit("profile", submission)) is not None:
+                self.display.waiting("profiling jobs", too_many)
+                if self.journal.state().open:
+                    return
+                self._wait_for_room(too_many)
 
     def _wait_for_room(self, reason: str) -> None:
         if not self.jobs.wait_for_room():
             raise SubmissionRejected(f"{reason}\nNo job of yours is queued, so waiting would not help.")
 
-    def _by_memory(self, candidates: list[Candidate]) -> list[tuple[float | None, list[Candidate]]]:
-        """Candidates by the host memory to ask for: more than configured after an attempt was killed for its lack."""
+    def _by_memory(self, submission: Submission) -> list[Submission]:
+        """The submission in parts that ask for the same host memory: more than configured after an attempt was killed
+        for its lack."""
         wanted: dict[float | None, list[Candidate]] = {}
-        for candidate in candidates:
+        for candidate in submission.candidates:
             last = self.journal.state().last(profile_job(candidate))
             memory_gib = None if last is None else last.memory_gib
             if last is not None and last.verdict is Verdict.host_oom:
                 memory_gib = self.jobs.more_memory_gib(last)
             wanted.setdefault(memory_gib, []).append(candidate)
-        return list(wanted.items())
+        return [submission._replace(candidates=part, memory_gib=memory_gib) for memory_gib, part in wanted.items()]
 
     def _tell_end(self, attempt: Attempt) -> None:
         assert attempt.verdict is not None
@@ -184,9 +201,11 @@ class Controller:
                 continue
             ended, again = last.verdict, last.start < state.start
             if ended is Verdict.cancelled:
-                again = again and self.settings.cluster.resubmit_cancelled
+                again = self._may_be_resubmitted(last)
             elif ended in RETRIES_IN_PROFILING:
                 again = again or state.endings(last.job, ended) <= RETRIES_IN_PROFILING[ended]
+                # its job had time for others only; what is left is less each time
+                again = again or (ended is Verdict.never_started and state.got_on(last.tag))
                 again = again and (ended is not Verdict.host_oom or self.jobs.more_memory_gib(last) is not None)
             if not again and ended not in self._out_of_memory_verdicts:
                 found.add(candidate)
@@ -305,7 +324,8 @@ class Controller:
     def _choose(self) -> None:
         fit = read_json(self.run.fit)
         grid = self.settings.grid_candidates()
-        table = candidate_table(
+        predict = functools.partial(
+            candidate_table,
             grid,
             StepTimeFit.from_dict(fit["step_time"][fit["step_time_form"]]),
             MemoryFit.from_dict(fit["memory"]),
@@ -317,6 +337,9 @@ class Controller:
             {Candidate.from_name(name, self.settings.cluster.ranks_per_node) for name in fit["infeasible"]},
             pd.DataFrame(fit["points"]),
         )
+        table = predict()
+        if self.settings.objective.kind is ObjectiveKind.time_to_result:
+            table = predict(self._queue_waits(table))
         for row, candidate in enumerate(grid):
             if candidate.name in fit["failed"]:
                 table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
@@ -331,6 +354,25 @@ class Controller:
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
         )
+
+    def _queue_waits(self, table: pd.DataFrame) -> dict[int, Wait]:
+        """How long a training would wait for each number of nodes: by the user's numbers, else by the scheduler's
+        estimate for the shortest such training, which asks for the least time and so waits least."""
+        fastest = table.loc[table["feasible"]].sort_values("train_time_s").drop_duplicates("num_nodes")
+        given = self.settings.objective.queue_wait_min
+        if given:
+            minutes = {int(nodes): float(wait_min) for nodes, wait_min in given.items()}
+            return given_waits(minutes, [int(nodes) for nodes in fastest["num_nodes"]])
+        waits = {}
+        for row in fastest.itertuples():
+            candidate = Candidate(row.num_nodes, row.batch_per_rank, row.gpus_per_node)
+            request = self.jobs.request(TRAIN, [candidate], self._train_time_limit_min(row.train_time_s))
+            seconds = self.scheduler.expected_wait_s(request)
+            source = f"estimated by {self.scheduler.name} at the time of the choice"
+            if self.scheduler.one_host:
+                source = "this machine has no queue"
+            waits[candidate.num_nodes] = Wait(seconds, source)
+        return waits
 
     def _say_if_nothing_is_scaled(self) -> None:
         batch, method = read_json(self.run.selection)["global_batch"], self.settings.method
@@ -354,7 +396,8 @@ class Controller:
                 candidate, memory_gib = self._after(last)
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
-                while (too_many := self.jobs.submit(TRAIN, [candidate], time_limit_min, memory_gib)) is not None:
+                training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
+                while (too_many := self.jobs.submit(TRAIN, training)) is not None:
                     self.display.waiting("the training", too_many)
                     self._wait_for_room(too_many)
             self.jobs.wait(self._show_training, self.display.silence)
@@ -366,16 +409,27 @@ class Controller:
             self.display.say(
                 f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
             )
-            # a long training needs several jobs
-            ran_its_time = last.verdict is Verdict.timeout and checkpoint_samples(self.run) > samples_before
-            relaunches = self.journal.state().endings(TRAIN, last.verdict)
-            may_go_on = last.verdict in {*RETRIES_IN_PROFILING, Verdict.timeout, Verdict.cuda_oom}
-            if not ran_its_time and not (may_go_on and relaunches <= self.settings.training.max_relaunches):
+            if not self._may_go_on(last, progressed=checkpoint_samples(self.run) > samples_before):
                 raise TulaError(
                     f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
                     f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the "
                     f"newest checkpoint{_if_cancelled(last)}."
                 )
+
+    def _may_go_on(self, last: Attempt, progressed: bool) -> bool:
+        """Whether the training is started again after this end of it."""
+        assert last.verdict is not None
+        if last.verdict is Verdict.timeout and progressed:  # a long training needs several jobs
+            return True
+        if last.verdict is Verdict.cancelled:
+            return self._may_be_resubmitted(last)
+        relaunches = self.journal.state().endings(TRAIN, last.verdict)
+        again = last.verdict in {*RETRIES_IN_PROFILING, Verdict.timeout, Verdict.cuda_oom}
+        return again and relaunches <= self.settings.training.max_relaunches
+
+    def _may_be_resubmitted(self, cancelled: Attempt) -> bool:
+        """Whether the user has started the command since, and said that what was cancelled shall run all the same."""
+        return self.settings.cluster.resubmit_cancelled and cancelled.start < self.journal.state().start
 
     def _refuse_to_repeat(self, last: Attempt) -> None:
         """A training that somebody cancelled is not started again behind their back.
@@ -383,8 +437,7 @@ class Controller:
         Raises:
             TulaError: If it was, and `cluster.resubmit_cancelled` does not say otherwise.
         """
-        state, again = self.journal.state(), self.settings.cluster.resubmit_cancelled
-        if last.verdict is Verdict.cancelled and not (again and last.start < state.start):
+        if last.verdict is Verdict.cancelled and not self._may_be_resubmitted(last):
             raise TulaError(
                 f"the training was cancelled ({last.reason}); the same command goes on{_if_cancelled(last)}"
             )
@@ -450,17 +503,16 @@ class Controller:
         write_report(self.run)
 
 
-def by_node_count(candidates: list[Candidate]) -> list[list[Candidate]]:
-    """Candidates that can share a submission: those of each number of nodes, fewest nodes first."""
-    return [[c for c in candidates if c.num_nodes == n] for n in sorted({c.num_nodes for c in candidates})]
-
-
-def profiling_requests(controller: Controller) -> list[tuple[JobRequest, list[Candidate]]]:
-    """What the first round of profiling would submit if nothing was measured yet."""
+def first_round(controller: Controller) -> list[Candidate]:
+    """What the first round of profiling would measure if nothing was measured yet."""
     grid = controller.settings.grid_candidates()
-    wanted = next_candidates(controller.settings.search.mode.name, grid, set(), set())
-    limit_min = controller.settings.cluster.profile_time_limit_min
-    return [(controller.jobs.request("profile", group, limit_min), group) for group in by_node_count(wanted)]
+    return next_candidates(controller.settings.search.mode.name, grid, set(), set())
+
+
+def profiling_requests(controller: Controller) -> list[tuple[JobRequest, Submission]]:
+    """What the first round of profiling would submit if nothing was measured yet."""
+    wanted = controller.submissions(controller.settings.profiling.kind, first_round(controller))
+    return [(controller.jobs.request("profile", *submission), submission) for submission in wanted]
 
 
 def checkpoint_samples(run: RunFolder) -> int:

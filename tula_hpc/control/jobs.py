@@ -12,6 +12,7 @@ from typing import Any
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.packing import Submission
 from tula_hpc.control.scheduler import JobRequest, Scheduler, Seen
 from tula_hpc.control.verdicts import Evidence, QueueState, RankError, Verdict, conclude
 from tula_hpc.display import count, duration
@@ -73,18 +74,25 @@ class Jobs:
         self._points: dict[tuple[str, int], dict[str, Any]] = {}
 
     def request(
-        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None = None
+        self,
+        kind: str,
+        candidates: list[Candidate],
+        time_limit_min: int | None,
+        one_after_another: bool = False,
+        memory_gib: float | None = None,
     ) -> JobRequest:
-        """The next submission for candidates of one node count; nothing is written or submitted.
+        """The next submission for candidates of one node count, or of several that run one after another; nothing is
+        written or submitted.
 
         Args:
             kind: `profile` or `train`; a training is submitted alone.
             candidates: What each attempt of it runs.
-            time_limit_min: Time limit of each attempt; None: no limit.
+            time_limit_min: Time limit of each job; None: no limit.
+            one_after_another: One job runs them all; otherwise each has its own.
             memory_gib: Host memory of each node where it is not `cluster.memory_gib`.
         """
         cluster, state = self._settings.cluster, self._journal.state()
-        nodes, jobs = candidates[0].num_nodes, [_job(kind, c) for c in candidates]
+        nodes, jobs = max(c.num_nodes for c in candidates), [_job(kind, c) for c in candidates]
         # random, because the scheduler remembers the jobs of a run folder that was deleted and made again
         token = uuid.uuid4().hex[:6]
         return JobRequest(
@@ -97,20 +105,21 @@ class Jobs:
             measures=kind == "profile",
             memory_gib=memory_gib,
             excluded_hosts=state.broken_hosts,
+            one_after_another=one_after_another,
         )
 
-    def refuse_what_would_be_rejected(self, groups: list[list[Candidate]], time_limit_min: int) -> None:
+    def refuse_what_would_be_rejected(self, submissions: list[Submission]) -> None:
         """Ask the scheduler about every submission of a round of profiling before the first is made.
 
         Raises:
             SubmissionRejected: With the scheduler's words for each that it would refuse.
         """
         reasons = []
-        for group in groups:
-            request = self._without_needless_exclusions(self.request("profile", group, time_limit_min))
+        for submission in submissions:
+            request = self._without_needless_exclusions(self.request("profile", *submission))
             reason = self._scheduler.why_rejected(request)
             if reason is not None:
-                reasons.append(f"{count(group[0].num_nodes, 'node')}: {reason}")
+                reasons.append(f"{count(submission.num_nodes, 'node')}: {reason}")
         if reasons:
             raise SubmissionRejected(
                 f"{self._scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(reasons)
@@ -122,10 +131,13 @@ class Jobs:
             return request
         return replace(request, excluded_hosts=())
 
-    def submit(
-        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None = None
-    ) -> str | None:
+    def submit(self, kind: str, submission: Submission) -> str | None:
         """Submit attempts at all candidates, in as few submissions as the scheduler's limits allow.
+
+        Args:
+            kind: `profile` or `train`; a training is submitted alone.
+            submission: What to run, and how.
+
 
         The arguments are those of `request`.
 
@@ -136,34 +148,40 @@ class Jobs:
         Raises:
             SubmissionRejected: If the scheduler refuses for good; the attempts are then on record as never started.
         """
-        left = list(candidates)
-        size = min(len(left), self._scheduler.max_attempts() or len(left))
+        left = list(submission.candidates)
+        size = (
+            len(left) if submission.one_after_another else min(len(left), self._scheduler.max_attempts() or len(left))
+        )
         while left:
             try:
-                self._submit_together(kind, left[:size], time_limit_min, memory_gib)
+                self._submit_together(kind, submission._replace(candidates=left[:size]))
             except SubmissionLimited as limit:
-                if size == 1:
+                if size == 1 or submission.one_after_another:
                     return str(limit)
                 size //= 2
             else:
                 left = left[size:]
         return None
 
-    def _submit_together(
-        self, kind: str, candidates: list[Candidate], time_limit_min: int | None, memory_gib: float | None
-    ) -> None:
+    def _submit_together(self, kind: str, submission: Submission) -> None:
         """Write down what is wanted, submit it, write down the ids.
 
         Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
         """
-        request = self.request(kind, candidates, time_limit_min, memory_gib)
-        request = self._without_needless_exclusions(request)
+        request = self._without_needless_exclusions(self.request(kind, *submission))
         attempts = []
         with self._journal.together():
-            for candidate, folder in zip(candidates, request.attempts, strict=True):
-                self._write_request(kind, candidate, folder, time_limit_min)
-                job, batch = _job(kind, candidate), candidate.batch_per_rank
-                attempt = Attempt(job, folder.number, request.tag, batch, candidate.num_nodes, memory_gib)
+            for candidate, folder in zip(submission.candidates, request.attempts, strict=True):
+                self._write_request(kind, candidate, folder, submission.time_limit_min)
+                attempt = Attempt(
+                    _job(kind, candidate),
+                    folder.number,
+                    request.tag,
+                    candidate.batch_per_rank,
+                    candidate.num_nodes,
+                    memory_gib=submission.memory_gib,
+                    one_after_another=submission.one_after_another,
+                )
                 self._journal.intend(attempt)
                 attempts.append(attempt)
         try:
@@ -221,17 +239,21 @@ class Jobs:
         with self._journal.together():
             for attempt in open_attempts:
                 seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
-                if attempt.ending is not None and seen.state.active and attempt.job_id:
-                    self._scheduler.cancel([attempt.job_id])  # the scheduler may not have heard it
+                if attempt.ending is not None and seen.state.active:
+                    self._cancel_jobs_of([attempt])  # the scheduler may not have heard it
                 elif seen.state is QueueState.running:
                     self._end_if_hung(attempt)
                 if seen.state.active:
                     self._last_seen[attempt.key] = seen.state
-                looks.append(Look(attempt, seen, None if seen.state.active else self._judge(attempt, seen)))
+                may_be_over = not seen.state.active or (attempt.one_after_another and self._is_measured(attempt))
+                verdict = self._judge(attempt, seen) if may_be_over else None
+                looks.append(Look(attempt, self._as_shown(attempt, seen), verdict))
         return looks
 
     def _end_if_hung(self, attempt: Attempt) -> None:
-        """End a running attempt that has shown no sign of progress for too long."""
+        """End a running attempt that has shown no sign of progress for too long, and with it its job."""
+        if attempt.one_after_another and (not self._has_begun(attempt) or self._is_over(attempt)):
+            return
         try:
             heartbeat = read_json(self._run.attempt(attempt.job, attempt.number).heartbeat)
         except RecordError:
@@ -243,13 +265,15 @@ class Jobs:
         elif time.monotonic() - since > limit_s:
             why = f"no sign of progress for {duration(limit_s)} (cluster.hang_timeout_min), last seen"
             self.end([attempt], Verdict.hung, f"{why} {heartbeat['doing']}")
+            others = [a for a in self._journal.state().open if a.job_id == attempt.job_id and a.ending is None]
+            self.end(others, Verdict.never_started, f"its job was ended because {attempt.job} hung")
 
     def _looked_for(self, attempt: Attempt) -> Attempt:
         """An attempt whose submission nobody recorded, with its id if the queue knows its tag."""
         together = [a for a in self._journal.state().attempts.values() if a.tag == attempt.tag]
-        job_id = self._scheduler.find(
-            attempt.tag, together.index(attempt), self._run.attempt(attempt.job, attempt.number)
-        )
+        folders = [self._run.attempt(a.job, a.number) for a in together]
+        index = [a.key for a in together].index(attempt.key)
+        job_id = self._scheduler.find(attempt.tag, index, folders, attempt.one_after_another)
         if job_id is None:
             return attempt
         self._journal.submitted(attempt, job_id)
@@ -258,15 +282,13 @@ class Jobs:
     def _judge(self, attempt: Attempt, seen: Seen) -> Verdict | None:
         """The verdict on an attempt that is no longer in the queue; None while its files may still be on their way."""
         evidence = self._evidence(attempt, seen.state)
+        passed_over = None if evidence.started else self._passed_over(attempt)
         first_seen = self._unheard_since.setdefault(attempt.key, time.monotonic())
-        files_may_come = (
-            seen.state in (QueueState.completed, QueueState.absent)
-            and not evidence.rank_errors
-            and attempt.ending is None
-        )
-        if not evidence.complete and files_may_come and time.monotonic() - first_seen < self._scheduler.file_lag_s:
+        files_may_come = seen.state in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
+        known = evidence.complete or passed_over is not None or attempt.ending is not None
+        if files_may_come and not known and time.monotonic() - first_seen < self._scheduler.file_lag_s:
             return None
-        verdict, reason = conclude(evidence)
+        verdict, reason = passed_over or conclude(evidence)
         if attempt.ending is not None and verdict is not Verdict.success:
             verdict, reason = attempt.ending, attempt.reason
         broken = self._scheduler.broken_hosts(seen.hosts) if verdict is Verdict.node_failure and seen.hosts else []
@@ -275,9 +297,37 @@ class Jobs:
         self._journal.concluded(attempt, verdict, reason, broken)
         return verdict
 
+    def _as_shown(self, attempt: Attempt, seen: Seen) -> Seen:
+        """Where the attempt is: in a job that others share it may still wait for its turn."""
+        if attempt.one_after_another and seen.state is QueueState.running and not self._has_begun(attempt):
+            return replace(seen, state=QueueState.pending, why="its turn in the job")
+        return seen
+
+    def _has_begun(self, attempt: Attempt) -> bool:
+        return self._run.attempt(attempt.job, attempt.number).claim.exists()
+
+    def _passed_over(self, attempt: Attempt) -> tuple[Verdict, str] | None:
+        """The verdict on an attempt that its job did not run because a smaller batch, judged before, did not fit."""
+        smaller = [
+            a.batch_per_rank
+            for a in self._journal.state().attempts.values()
+            if a.tag == attempt.tag and a.num_nodes == attempt.num_nodes and a.batch_per_rank < attempt.batch_per_rank
+            if a.one_after_another and a.verdict is not None and a.verdict.out_of_memory
+        ]
+        return (Verdict.skipped, f"batch {min(smaller)} a rank already ran out of memory") if smaller else None
+
+    def _is_over(self, attempt: Attempt) -> bool:
+        """Whether all ranks of an attempt have ended in a job that goes on with others."""
+        return self._run.attempt(attempt.job, attempt.number).is_over(self.candidate(attempt).world_size)
+
+    def _is_measured(self, attempt: Attempt) -> bool:
+        return self._what_is_missing(attempt, self._run.attempt(attempt.job, attempt.number)) is None
+
     def _evidence(self, attempt: Attempt, state: QueueState) -> Evidence:
         folder = self._run.attempt(attempt.job, attempt.number)
         missing = self._what_is_missing(attempt, folder)
+        if attempt.one_after_another and self._is_over(attempt):
+            state = QueueState.completed  # how the job ended later is not about this attempt
         errors = tuple(RankError(error["kind"], error["message"]) for error in folder.errors()) if missing else ()
         return Evidence(
             complete=missing is None,
@@ -288,6 +338,7 @@ class Jobs:
             incomplete_because=missing or "",
             was_waiting=self._last_seen.get(attempt.key) is QueueState.pending and state is QueueState.absent,
             near_its_limit=missing is not None and _near_its_limit(folder),
+            shares_job=attempt.one_after_another,
         )
 
     def _what_is_missing(self, attempt: Attempt, folder: AttemptFolder) -> str | None:
@@ -318,7 +369,12 @@ class Jobs:
         """Have attempts ended; they get the verdict when they have left the queue, unless they were faster."""
         for attempt in attempts:
             self._journal.ending(attempt, verdict, reason)
-        self._scheduler.cancel([a.job_id for a in attempts if a.job_id])
+        self._cancel_jobs_of(attempts)
+
+    def _cancel_jobs_of(self, attempts: Collection[Attempt]) -> None:
+        """Cancel the jobs of attempts, but for those that others share which are still waited for."""
+        wanted = {a.job_id for a in self._journal.state().open if a.ending is None}
+        self._scheduler.cancel({a.job_id for a in attempts if a.job_id} - wanted)
 
     def wait_for_room(self) -> bool:
         """Wait a moment for the scheduler to take more jobs; False if none of the user's are queued, so that no end of

@@ -33,6 +33,8 @@ class Attempt:
     num_nodes: int
     memory_gib: float | None = None
     """Host memory asked for on each node where it is not the configured one, GiB."""
+    one_after_another: bool = False
+    """Its submission is one job that runs all its attempts, so the job's end says little of this one."""
     job_id: str | None = None
     """The scheduler's id; None between intent and submission."""
     ending: Verdict | None = None
@@ -73,6 +75,10 @@ class State:
     def endings(self, job: str, verdict: Verdict) -> int:
         """How many attempts at a job ended so since a user last started the controller."""
         return sum(a.verdict is verdict and a.start == self.start for a in self.of(job))
+
+    def got_on(self, tag: str) -> bool:
+        """Whether an attempt of a submission succeeded."""
+        return any(a.tag == tag and a.verdict is Verdict.success for a in self.attempts.values())
 
     @property
     def broken_hosts(self) -> tuple[str, ...]:
@@ -136,6 +142,7 @@ class Journal:
                 event["batch_per_rank"],
                 event["num_nodes"],
                 event.get("memory_gib"),
+                event.get("one_after_another", False),
                 start=self._start,
             )
         elif event["event"] == "submitted":
@@ -165,6 +172,7 @@ class Journal:
             batch_per_rank=attempt.batch_per_rank,
             num_nodes=attempt.num_nodes,
             **({} if attempt.memory_gib is None else {"memory_gib": attempt.memory_gib}),
+            **({"one_after_another": True} if attempt.one_after_another else {}),
         )
 
     def submitted(self, attempt: Attempt, job_id: str) -> None:

@@ -70,7 +70,7 @@ class Lease:
         if not _is_gone(holder):
             raise TulaError(
                 f"another tula_hpc already works on {self._run.path}: process {holder['pid']} of {holder['user']} on "
-                f"{holder['host']}; watch it with: python -m tula_hpc status {self._run.path}"
+                f"{holder['host']}; watch it with: python -m tula_hpc attach {self._run.path}"
             )
         aside = self._run.path / f".lease-of-{holder['token']}"
         with suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -58,6 +58,9 @@ class LocalScheduler:
     def why_rejected(self, request: JobRequest) -> str | None:
         return None
 
+    def expected_wait_s(self, request: JobRequest) -> float | None:
+        return 0.0
+
     def longest_job_min(self) -> int | None:
         return None
 
@@ -67,7 +70,7 @@ class LocalScheduler:
     def jobs_in_queue(self) -> int:
         return sum(job.state.active for job in self._jobs.values())
 
-    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
+    def find(self, tag: str, index: int, attempts: Sequence[AttemptFolder], one_after_another: bool) -> str | None:
         return None  # what an earlier controller started here has ended with it
 
     def states(self, job_ids: Collection[str]) -> Mapping[str, Seen]:
@@ -107,6 +110,7 @@ class LocalScheduler:
                 "TULA_WORLD_SIZE": str(job.num_ranks),
                 "TULA_LOCAL_RANK": str(rank),
                 "TULA_LAUNCH": job_id,
+                "TULA_ONE_HOST": "1",
                 "TULA_CONTROLLER": str(os.getpid()),
                 "OMP_NUM_THREADS": threads,
                 "PYTHONUNBUFFERED": "1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from tula_hpc.runs import AttemptFolder
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One submission: attempts that need the same allocation, submitted together (on Slurm as one array)."""
+    """One submission: attempts that fit the same allocation, submitted together (on Slurm as one array, or one job)."""
 
     tag: str
     """Unique name of letters, digits and dashes, under which the submission is found again."""
@@ -28,6 +28,8 @@ class JobRequest:
     """Host memory to ask for on each node, GiB; None: `cluster.memory_gib`."""
     excluded_hosts: tuple[str, ...] = ()
     """Hosts that the job must not run on."""
+    one_after_another: bool = False
+    """The attempts share one job and one id; those of fewer nodes run on the first of them."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Scheduler(Protocol):
         """The scheduler's own words if it would refuse the request, without submitting it; None if it would not."""
         ...
 
+    def expected_wait_s(self, request: JobRequest) -> float | None:
+        """Seconds that the request would wait for its start, by the scheduler's estimate; None: nobody knows."""
+        ...
+
     def longest_job_min(self) -> int | None:
         """The longest time limit a job may ask for, minutes; None if there is none or nobody knows."""
         ...
@@ -82,8 +88,14 @@ class Scheduler(Protocol):
         """How many jobs of this user wait or run, ours or not, an array element for one; None if nobody answers."""
         ...
 
-    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
+    def find(self, tag: str, index: int, attempts: Sequence[AttemptFolder], one_after_another: bool) -> str | None:
         """The id of the attempt at `index` of a submission whose answer got lost; None if it is not in the queue.
+
+        Args:
+            tag: Of the submission.
+            index: Of the attempt among all of the submission.
+            attempts: All of the submission.
+            one_after_another: As in its request.
 
         Raises:
             SchedulerSilent: If the queue could not be asked.

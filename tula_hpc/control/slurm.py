@@ -6,7 +6,10 @@ submitit writes the batch files and submits; its opinion of a job's state is not
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from tula_hpc.config import ClusterSettings, GpuRequest, Settings
@@ -16,6 +19,7 @@ from tula_hpc.control.slurm_commands import ask
 from tula_hpc.control.slurm_queue import SlurmQueue
 from tula_hpc.errors import SchedulerSilent, SubmissionLimited, SubmissionRejected, SubmissionUnknown
 from tula_hpc.ranks.job import run_attempt
+from tula_hpc.ranks.packed import run_attempts
 from tula_hpc.ranks.signs import warning_before_end_s
 from tula_hpc.runs import AttemptFolder, RunFolder
 
@@ -45,6 +49,37 @@ def refusal(message: str) -> type[SubmissionRejected] | type[SubmissionUnknown]:
     return SubmissionLimited if is_full or too_many else SubmissionRejected
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What `sbatch --test-only` says of a request."""
+
+    answered: bool
+    refused: str | None = None
+    """Slurm's words if it would not take the job."""
+    start_s: float | None = None
+    """When Slurm guesses that the job would start, seconds since the epoch."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds from now to the guessed start; None without a guess."""
+        return None if self.start_s is None else max(0.0, self.start_s - time.time())
+
+
+# Local time, as `sbatch --test-only` prints it when nothing in the environment asks for another form.
+_START = re.compile(r"Job \d+ to start at (\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2})")
+
+
+def read_trial(returncode: int, stderr: str) -> Trial:
+    """The answer of `sbatch --test-only`, which speaks on stderr whatever it says."""
+    if returncode != 0:
+        message = _sentence(stderr)
+        meaning = refusal(message)
+        # a limit on the number of jobs is waited for
+        return Trial(meaning is not SubmissionUnknown, refused=message if meaning is SubmissionRejected else None)
+    start = _START.search(stderr)
+    return Trial(True, start_s=None if start is None else datetime.fromisoformat(start[1]).timestamp())
+
+
 class SlurmScheduler:
     """Submits through submitit and asks squeue; works without accounting."""
 
@@ -68,7 +103,11 @@ class SlurmScheduler:
         executor = self._executor(request)
         try:
             with slurm_commands.clean_environment():
-                jobs = executor.map_array(run_attempt, [str(attempt.path) for attempt in request.attempts])
+                paths = [str(attempt.path) for attempt in request.attempts]
+                if request.one_after_another:
+                    jobs = [executor.submit(run_attempts, paths)] * len(paths)
+                else:
+                    jobs = executor.map_array(run_attempt, paths)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
             message = _sentence(str(error))
             meaning = refusal(message)
@@ -81,16 +120,20 @@ class SlurmScheduler:
     def batch_text(self, request: JobRequest) -> str:
         """The batch file that `submit` would hand to sbatch."""
         executor = self._executor(request)
-        if len(request.attempts) > 1:
+        if len(request.attempts) > 1 and not request.one_after_another:
             executor.parameters["map_count"] = len(request.attempts)
         return executor._make_submission_file_text(executor._submitit_command_str, "plan")
 
-    def why_rejected(self, request: JobRequest) -> str | None:
+    def try_out(self, request: JobRequest) -> Trial:
+        """Ask Slurm what it would do with the request, without submitting it."""
         answer = ask("sbatch", "--test-only", text=self.batch_text(request))
-        if answer is None or answer.returncode == 0:
-            return None
-        message = _sentence(answer.stderr)
-        return message if refusal(message) is SubmissionRejected else None
+        return Trial(False) if answer is None else read_trial(answer.returncode, answer.stderr)
+
+    def why_rejected(self, request: JobRequest) -> str | None:
+        return self.try_out(request).refused
+
+    def expected_wait_s(self, request: JobRequest) -> float | None:
+        return self.try_out(request).wait_s
 
     def longest_job_min(self) -> int | None:
         partitions = slurm_commands.partitions()
@@ -110,7 +153,7 @@ class SlurmScheduler:
         executor.update_parameters(**batch_parameters(self._settings.cluster, request))
         return executor
 
-    def find(self, tag: str, index: int, attempt: AttemptFolder) -> str | None:
+    def find(self, tag: str, index: int, attempts: Sequence[AttemptFolder], one_after_another: bool) -> str | None:
         ids = self._queue.named(tag)
         if ids is None:
             raise SchedulerSilent("squeue does not answer")
@@ -118,18 +161,21 @@ class SlurmScheduler:
             return None
         # one element of an array is enough to know the others, which may be over and forgotten
         array, underscore, _ = ids[0].partition("_")
-        job_id = f"{array}_{index}" if underscore or index > 0 else array
-        self._hand_over(job_id, attempt)
+        is_array = not one_after_another and (underscore or index > 0)
+        job_id = f"{array}_{index}" if is_array else array
+        paths = [str(attempt.path) for attempt in attempts]
+        work = (run_attempts, paths) if one_after_another else (run_attempt, paths[index])
+        self._hand_over(job_id, *work)
         return job_id
 
-    def _hand_over(self, job_id: str, attempt: AttemptFolder) -> None:
+    def _hand_over(self, job_id: str, function: Callable[..., None], argument: Any) -> None:
         """Give a job its work. submitit does so after sbatch has answered; a job whose answer got lost still waits."""
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         paths = JobPaths(self._run.scheduler, job_id=job_id)
         if paths.submitted_pickle.exists():
             return
-        work = DelayedSubmission(run_attempt, str(attempt.path))
+        work = DelayedSubmission(function, argument)
         work.set_timeout(0, 0)  # ours to watch
         unfinished = self._run.scheduler / f".{job_id}.pkl"
         work.dump(unfinished)
@@ -149,7 +195,9 @@ class SlurmScheduler:
             ask("scancel", *sorted(job_ids))
 
     def log_tail(self, attempt: AttemptFolder, job_id: str) -> str:
-        logs = sorted(self._run.scheduler.glob(f"{job_id}_*_log.*"))
+        # attempts that share a job have logs of their own, unless the job ended before
+        own = sorted(attempt.path.glob("rank-*.log"))
+        logs = own or sorted(self._run.scheduler.glob(f"{job_id}_*_log.*"))
         return "\n".join(tail(log.read_text(errors="replace")) for log in logs)
 
     def close(self) -> None:

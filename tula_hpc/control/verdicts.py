@@ -137,12 +137,19 @@ class Evidence:
     """It was pending when last seen in the queue, a moment before it was gone."""
     near_its_limit: bool = False
     """The last sign of life came shortly before the job's time was over."""
+    shares_job: bool = False
+    """Attempts run one after the other in its job; `queue` is `completed` if this one was over before the job."""
 
 
 def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     """The verdict and the sentence that explains it. The files decide; the queue only where they are silent."""
     if evidence.complete:
         return Verdict.success, "every expected file is there and whole"
+    if evidence.shares_job and not evidence.started and not evidence.rank_errors:
+        if evidence.queue is QueueState.cancelled:
+            return Verdict.cancelled, "the scheduler says cancelled"
+        words = _log_end(evidence) if evidence.queue is QueueState.failed else ""
+        return Verdict.never_started, "its turn did not come before the job ended" + words
     said = {error.kind: error.message for error in reversed(evidence.rank_errors)}  # the earliest of each kind
     for kind in ("cuda_oom", "host_oom"):
         if kind in said:
@@ -171,8 +178,7 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     if not evidence.started:
         return _never_started(evidence)
     if evidence.queue is QueueState.failed:
-        last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
-        return Verdict.failed, f"the job failed; its log ends:\n{last_lines}" if last_lines else "the job failed"
+        return Verdict.failed, "the job failed" + _log_end(evidence)
     if evidence.near_its_limit:
         return Verdict.timeout, "it was last heard of shortly before its time was over"
     return Verdict.incomplete, evidence.incomplete_because or "it ended without its result"
@@ -185,8 +191,12 @@ def _never_started(evidence: Evidence) -> tuple[Verdict, str]:
     if WARNED_TOO_EARLY.search(evidence.log_tail):
         return Verdict.preempted, "it was told to end before it had begun"
     if evidence.queue is QueueState.failed:
-        last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
-        return Verdict.failed, f"the job failed before its work began; its log ends:\n{last_lines}"
+        return Verdict.failed, "the job failed before its work began" + _log_end(evidence)
     if evidence.was_waiting:  # Slurm keeps no trace of an array element that is cancelled before it starts
         return Verdict.cancelled, "it was taken out of the queue while it waited"
     return Verdict.never_started, "it left the queue without having started"
+
+
+def _log_end(evidence: Evidence) -> str:
+    last_lines = "\n".join(evidence.log_tail.strip().splitlines()[-5:])
+    return f"; its log ends:\n{last_lines}" if last_lines else ""

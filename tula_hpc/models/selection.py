@@ -1,4 +1,5 @@
-"""Which configuration to train with: least time, least cost, or the knee of time against global batch.
+"""Which configuration to train with: least time, least cost, the knee of time against global batch, or least time
+counting the wait in the queue.
 
 The paper's section III-A3. `candidate_table` puts all models side by side, one row per candidate; `select` reads
 nothing but that table. Infeasible rows are neither chosen nor part of any curve.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
@@ -22,6 +23,7 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.errors import TulaError
 from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
 from tula_hpc.models.pricing import Price
+from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.search import close_infeasible
 from tula_hpc.models.step_time import StepTimeFit, training_time_s
 
@@ -48,9 +50,14 @@ class Objective(str, Enum):
     TIME = "time"
     COST = "cost"
     KNEE = "knee"
+    TIME_TO_RESULT = "time_to_result"
 
 
-_METRICS = {Objective.TIME: ("train_time_s", "training time"), Objective.COST: ("cost", "cost")}
+_METRICS = {
+    Objective.TIME: ("train_time_s", "training time"),
+    Objective.COST: ("cost", "cost"),
+    Objective.TIME_TO_RESULT: ("time_to_result_s", "time to the result"),
+}
 """Objective that is minimised -> its column, its name in words."""
 
 
@@ -128,6 +135,7 @@ def candidate_table(
     memory_fraction: float,
     infeasible: Collection[Candidate],
     measured: pd.DataFrame,
+    waits: Mapping[int, Wait] | None = None,
 ) -> pd.DataFrame:
     """One row per candidate with all that is predicted and measured about it, sorted by nodes, then batch.
 
@@ -143,11 +151,13 @@ def candidate_table(
         infeasible: Candidates that did not fit when profiled.
         measured: Rows num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known, memory_gib; several rows
             of a candidate count with their median time and largest memory.
+        waits: Number of nodes -> how long a training would wait in the queue; what is missing is not known.
 
     Returns:
         Columns num_nodes, gpus_per_node, batch_per_rank, global_batch, step_time_s, step_time_low_s, step_time_high_s,
         epoch_time_s, train_time_s, train_time_low_s, train_time_high_s, cost, memory_gib, feasible, why_infeasible,
-        measured_step_time_s, measured_memory_gib, extrapolated. Unknown numbers are NaN.
+        measured_step_time_s, measured_memory_gib, extrapolated, queue_wait_s, queue_wait_source, time_to_result_s.
+        Unknown numbers are NaN, but an unknown wait counts as none in time_to_result_s.
 
     Raises:
         UnusableFit: The outcome of the step-time fit says that it predicts nothing.
@@ -174,6 +184,10 @@ def candidate_table(
     ]
     table["feasible"] = table["why_infeasible"] == ""
     table["extrapolated"] = step_time_fit.extrapolates(table)
+    wait_of = [(waits or {}).get(c.num_nodes, Wait(None, "")) for c in candidates]
+    table["queue_wait_s"] = [math.nan if wait.seconds is None else wait.seconds for wait in wait_of]
+    table["queue_wait_source"] = [wait.source for wait in wait_of]
+    table["time_to_result_s"] = table["train_time_s"] + table["queue_wait_s"].fillna(0.0)
     return table
 
 
@@ -235,11 +249,11 @@ def select(
     time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
     the smallest global batch among them wins, since a larger one risks accuracy for nothing. The tolerance is widened
     to the prediction's own interval, but at most to `MAX_TIE` times: most of that error is common to all candidates
-    and does not change their order. knee: see `_find_knee`.
+    and does not change their order. knee: see `_find_knee`. time_to_result: as time, counting the wait in the queue.
 
     Args:
         table: From `candidate_table`; the order of its rows does not matter.
-        objective: `time`, `cost` or `knee`.
+        objective: `time`, `cost`, `knee` or `time_to_result`.
         tie_tolerance: Relative; 0 takes the exact minimum.
         currency: Stands before the cost in the reason.
 
@@ -257,6 +271,8 @@ def select(
         Objective.COST: _least(feasible, Objective.COST, tie_tolerance),
         Objective.KNEE: (knee_index, Rule(knee["rule"]), knee["why"]),
     }
+    if objective is Objective.TIME_TO_RESULT:  # nobody has asked for the waits otherwise
+        choices[objective] = _least(feasible, objective, tie_tolerance)
     choice = choices[objective]
     if choice is None:
         raise NoFeasibleConfiguration(
@@ -274,7 +290,7 @@ def select(
         predicted=_numbers(row),
         interval={"train_time_s": [float(row["train_time_low_s"]), float(row["train_time_high_s"])]},
         alternatives=[_alternative(feasible, why, other) for why, other in [*others, *following]],
-        reason=_reason(row, detail, objective, currency),
+        reason=_reason(row, detail, objective, currency) + _waiting(feasible, row, objective),
         knee=knee,
     )
 
@@ -286,7 +302,8 @@ def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tu
     if ordered.empty:
         return None
     least = ordered.iloc[0]
-    half_width = least["train_time_high_s"] / least["train_time_s"] - 1
+    of_s = least["time_to_result_s"] if objective is Objective.TIME_TO_RESULT else least["train_time_s"]
+    half_width = (least["train_time_high_s"] - least["train_time_s"]) / of_s  # the wait is no part of the fit
     width = min(max(tie_tolerance, half_width), MAX_TIE * tie_tolerance)
     tied = ordered.loc[ordered[metric] <= least[metric] * (1 + width)].sort_values(["global_batch", metric, *_KEYS])
     chosen = tied.iloc[0]
@@ -409,11 +426,28 @@ def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) ->
     sentences.append(detail)
     if objective is Objective.COST:
         sentences.append("A fixed price per node usually picks the smallest cluster, since more nodes never pay back.")
-    if objective is Objective.TIME:
+    if objective in (Objective.TIME, Objective.TIME_TO_RESULT):
         sentences.append("Epochs are taken as independent of the batch, so the least time favours large batches.")
     if row["extrapolated"]:
         sentences.append("It lies outside the profiled range: verify it before a long run.")
     return " ".join(sentences)
+
+
+def _waiting(rows: pd.DataFrame, row: pd.Series, objective: Objective) -> str:
+    """How much of the time to the result is waiting, and where nobody knows how much."""
+    if objective is not Objective.TIME_TO_RESULT:
+        return ""
+    words = ""
+    if math.isfinite(row["queue_wait_s"]):
+        wait, total = _duration(row["queue_wait_s"]), _duration(row["time_to_result_s"])
+        words = (
+            f" Its time to the result of {total} has {wait} of waiting in the queue in it ({row['queue_wait_source']})."
+        )
+    unknown = sorted(set(rows.loc[rows["queue_wait_s"].isna(), "num_nodes"]))
+    if unknown:
+        nodes = ", ".join(map(str, unknown)) + (" node" if unknown == [1] else " nodes")
+        words += f" How long a job of {nodes} would wait is not known and counts as 0."
+    return words
 
 
 def _configuration(row: pd.Series) -> str:

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its job, and the process group. The only reader of rank variables."""
+"""The device of a rank, and the ranks of a job as a process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,47 +15,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_hpc.errors import TulaError
+from tula_hpc.ranks.launch import Rank, on_one_host
 from tula_hpc.runs import AttemptFolder, read_json, write_json
-
-# Launchers we know: variables for rank, world size, rank on the host, and what identifies the launch. Ours comes first:
-# it may run inside a Slurm allocation, whose variables then speak of something else.
-_LAUNCHERS = (
-    ("TULA_RANK", "TULA_WORLD_SIZE", "TULA_LOCAL_RANK", ("TULA_LAUNCH",)),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")),
-)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process among the ranks of its job."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    """Rank among those of this host; picks the GPU."""
-    launch: str
-    """Names this start of the job; differs when Slurm requeues it under the same id."""
-    owner: str
-    """Names the job; the same after a requeue."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-
-def this_rank() -> Rank:
-    """Read from the environment of whichever launcher started this process; alone if none did."""
-    for rank, world_size, local_rank, launch in _LAUNCHERS:
-        if rank in os.environ:
-            parts = [os.environ.get(name, "0") for name in launch]
-            return Rank(
-                int(os.environ[rank]),
-                int(os.environ[world_size]),
-                int(os.environ[local_rank]),
-                "-".join(parts),
-                parts[0],
-            )
-    return Rank(0, 1, 0, f"pid-{os.getpid()}", f"pid-{os.getpid()}")
 
 
 def pick_device(use_gpu: bool, local_rank: int) -> torch.device:
@@ -112,7 +72,7 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
     path = attempt.rendezvous(me.launch)
     if me.is_first:
         store = dist.TCPStore("0.0.0.0", 0, me.world_size, True, timeout, wait_for_workers=False)  # noqa: S104
-        host = "127.0.0.1" if "TULA_RANK" in os.environ else socket.gethostname()
+        host = "127.0.0.1" if on_one_host() else socket.gethostname()
         write_json(path, {"host": host, "port": store.port})
         return store
     deadline = time.monotonic() + timeout.total_seconds()

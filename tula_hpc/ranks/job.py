@@ -24,14 +24,15 @@ from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.runs import AttemptFolder, read_json, write_json
 
 if TYPE_CHECKING:
-    from tula_hpc.ranks.distributed import Rank
+    from tula_hpc.ranks.launch import Rank
 
 # How a lack of memory is reported by what does not raise torch's own error.
 _DEVICE_MEMORY = re.compile(
     r"CUDA out of memory|STATUS_ALLOC_FAILED|CUDA error: out of memory|Cuda failure \d* ?'out of memory'|"
     r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|HIP out of memory"
 )
-_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory")
+# The last is what a data loader says of a worker that the kernel has killed.
+_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory|killed by signal: Killed")
 # How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
 _WAITED = re.compile(
     r"timed out waiting|collective operation timeout|wait timeout|timed out after|socket timeout", re.I
@@ -53,7 +54,7 @@ def run_attempt(folder: str) -> None:
     try:
         request = read_json(attempt.request)
         sys.path.insert(0, request["working_dir"])
-        from tula_hpc.ranks.distributed import this_rank
+        from tula_hpc.ranks.launch import this_rank
 
         me = this_rank()
         if request["kind"] == "profile":
@@ -98,8 +99,8 @@ def _place(error: BaseException) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Watch the controller that started this local rank, and end when it does, however it ended: nobody would look
-    after the rank, and the next controller starts the attempt again."""
+    """Watch the process that started this rank (the controller, or `ranks.packed`), and end when it does, however it
+    ended: nobody would look after the rank, and the next controller starts the attempt again."""
 
     def watch() -> None:
         while os.getppid() == parent:

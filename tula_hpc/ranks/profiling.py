@@ -23,7 +23,8 @@ from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.ranks import host_memory
-from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks, wait_for_all
+from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
+from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.ranks.training import GIB, autocast, build_optimizer, loader_options, peak_memory_bytes

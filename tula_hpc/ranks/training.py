@@ -19,7 +19,8 @@ from tula_hpc.config import MethodKind, Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks import checkpoints, host_memory
-from tula_hpc.ranks.distributed import Rank, inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
