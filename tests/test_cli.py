@@ -146,7 +146,7 @@ def test_two_controllers_do_not_share_a_run(tmp_path: Path, smallest: list[str])
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["stat"], "there are plan, status"),
+        (["stat"], "there are plan, list, status"),
         (["status"], "status RUN"),
         (["status", "nothing"], "is not a run folder"),
         (["settings", "grit"], "no setting begins with"),
@@ -166,7 +166,20 @@ def test_a_wrong_command_is_answered_in_one_message(tmp_path: Path, arguments: l
 def test_help_shows_every_command_and_every_choice(tmp_path: Path):
     """--help names the commands, the groups and the experiments; `settings` the keys with their meaning."""
     shown = tula(tmp_path, "--help").stdout
-    for words in ("plan", "status RUN", "report RUN", "settings", "resnet50_imagenet", "--config-dir", "pricing"):
+    for words in (
+        "plan",
+        "status RUN",
+        "attach RUN",
+        "logs RUN",
+        "cancel RUN",
+        "list",
+        "report RUN",
+        "settings",
+        "controller",
+        "resnet50_imagenet",
+        "--config-dir",
+        "pricing",
+    ):
         assert words in shown
     assert "grid.min_global_batch = 32   Smallest batch over all ranks" in tula(tmp_path, "settings", "grid").stdout
 

@@ -111,3 +111,22 @@ def test_of_many_at_once_one_gets_it(run_folder: RunFolder):
     for process in processes:
         process.join()
     assert sorted(outcomes) == [False, False, False, True]
+
+
+def test_a_controller_job_that_was_queued_again_goes_on_at_once(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    """The holder was an earlier run of the same Slurm job, on another host; two processes of one run are told apart."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    leave_a_lease(run_folder, host="node7", slurm_job="42", restart=0)
+    with pytest.raises(TulaError, match="Slurm job 42"):
+        Lease(run_folder).take()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with controlling(run_folder):
+        assert read_json(run_folder.lease)["restart"] == 1
+
+
+def test_a_silent_holder_whose_job_has_ended_is_replaced(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    """Slurm is asked once the holder is late, and believed."""
+    monkeypatch.setattr(lease_module.away, "has_ended", lambda job_id: job_id == "42")
+    leave_a_lease(run_folder, host="node7", slurm_job="42", restart=0, refreshed=time.time() - 100)
+    with controlling(run_folder):
+        pass

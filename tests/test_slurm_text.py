@@ -26,7 +26,7 @@ from tula_hpc.control.slurm_commands import (
     scrubbed,
 )
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, SubmissionUnknown
-from tula_hpc.plan_words import sharing_compared, trial_words
+from tula_hpc.planning import sharing_compared, trial_words
 from tula_hpc.ranks.packed import run_attempts
 from tula_hpc.runs import RunFolder
 

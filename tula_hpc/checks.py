@@ -12,9 +12,12 @@ from typing import Any
 
 from tula_hpc import imports
 from tula_hpc.candidates import doublings
-from tula_hpc.config import ClusterKind, DataKind, Settings
+from tula_hpc.config import ClusterKind, ControllerKind, DataKind, Settings
+
+SHORTEST_CONTROLLER_MIN = 10
 
 _POSITIVE = (
+    "controller.memory_gib",
     "cluster.cpus_per_rank",
     "cluster.profile_time_limit_min",
     "cluster.train_time_limit_min",
@@ -109,6 +112,7 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
     if not settings.run_root.strip():
         problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
+    problems += _check_controller(settings)
     if problems:  # what follows computes with these values
         return problems
     return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
@@ -124,6 +128,23 @@ def _check_queue_waits(settings: Settings) -> list[str]:
             problems.append(f"{key}.{nodes} is {wait_min!r}; give minutes, 0 or greater and finite")
     if len({str(nodes) for nodes in waits}) < len(waits):
         problems.append(f"{key} gives a number of nodes twice: {waits}; keep one of them")
+    return problems
+
+
+def _check_controller(settings: Settings) -> list[str]:
+    if settings.controller.kind is ControllerKind.here:
+        return []
+    problems = []
+    if settings.cluster.kind is ClusterKind.local:
+        problems.append(
+            "controller.kind is slurm and cluster.kind is local: jobs of this machine end with the command that "
+            "watches them; use controller=here, or cluster=slurm"
+        )
+    if settings.controller.time_limit_min < SHORTEST_CONTROLLER_MIN:
+        problems.append(
+            f"controller.time_limit_min is {settings.controller.time_limit_min}; it must be {SHORTEST_CONTROLLER_MIN} "
+            "or more: the job has to queue itself again before its end"
+        )
     return problems
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -152,20 +154,57 @@ def _no_setting(key: str) -> str:
     return f"no setting {key!r}; did you mean {', '.join(near)}? `settings` lists them all"
 
 
-def compose_each(arguments: list[str], act: Callable[[Settings], None]) -> None:
-    """Let Hydra handle its own options and sweeps; `act` is called with the settings of each run."""
+def sweep(arguments: list[str]) -> list[list[str]]:
+    """The arguments of each run of a sweep; empty if there is no sweep, or one that only its sweeper plugin knows."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    rest, folder = _without_config_dir(arguments)
+    overrides = [a for a in rest if not a.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        values = [
+            [f"{override.input_line.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override()
+            else [text]
+            for text, override in zip(overrides, parsed, strict=True)
+        ]
+    except (HydraException, ValueError):  # such as intervals: Hydra and its plugin answer for those
+        return []
+    given = [] if folder is None else ["--config-dir", folder]
+    return [[*given, *each] for each in itertools.product(*values)]
+
+
+def compose_each(arguments: list[str], act: Callable[[Settings, list[str]], None]) -> None:
+    """Let Hydra handle its own options and sweeps.
+
+    Args:
+        arguments: The command line.
+        act: Called for each run with its settings and the arguments that make them. It must be picklable, because a
+            launcher plugin may call it in a job of its own.
+    """
     import hydra
-    from omegaconf import OmegaConf
 
     _register()
+    rest, folder = _without_config_dir(arguments)
+    given = [] if folder is None else ["--config-dir", str(Path(folder).expanduser().absolute())]
     before = sys.argv
-    sys.argv = [before[0], *arguments]
+    sys.argv = [before[0], *given, *rest]
     try:
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(
-            lambda composed: act(OmegaConf.to_object(composed))  # type: ignore[arg-type]
+            functools.partial(_act_on_one, act, given)
         )()
     finally:
         sys.argv = before
+
+
+def _act_on_one(act: Callable[[Settings, list[str]], None], given: list[str], composed: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    act(OmegaConf.to_object(composed), [*given, *HydraConfig.get().overrides.task])  # type: ignore[arg-type]
 
 
 def describe_settings() -> list[str]:

@@ -27,6 +27,11 @@ class ClusterKind(Enum):
     slurm = "slurm"
 
 
+class ControllerKind(Enum):
+    here = "here"
+    slurm = "slurm"
+
+
 class GpuRequest(Enum):
     gpus_per_node = "gpus_per_node"
     gres = "gres"
@@ -155,6 +160,18 @@ class ClusterSettings:
     @property
     def ranks_per_node(self) -> int:
         return max(1, self.gpus_per_node)
+
+
+@dataclass
+class ControllerSettings:
+    kind: ControllerKind = ControllerKind.here
+    """Where the command itself waits for its jobs: `here`, or in a small Slurm job (`slurm`), and returns at once."""
+    partition: str | None = None
+    """Partition of that job. Null: `cluster.partition`."""
+    time_limit_min: int = 1440
+    """Its time limit, minutes, or the partition's if that is shorter; shortly before the end it queues itself again."""
+    memory_gib: float = 1.0
+    """Host memory of that job, GiB."""
 
 
 @dataclass
@@ -307,6 +324,7 @@ class Settings:
     """Name of the experiment; the run folder begins with it."""
     run_root: str = no_result("runs")
     """Folder that holds all run folders; every node must see it."""
+    controller: ControllerSettings = field(default_factory=ControllerSettings, metadata=NO_RESULT)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
     data: DataSettings = field(default_factory=DataSettings)

@@ -129,7 +129,8 @@ class Display:
                 self.say(headline)
             return
         if self._live is None:
-            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+            # drawn when there is something new: a clock of its own would cost a login node more than all our looks
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
         table = Table(box=None, pad_edge=False)
         for column in ("job", "state", "for"):
@@ -142,7 +143,7 @@ class Display:
                 duration(round(lasted)),
             )
         bar = ProgressBar(total=max(1, total), completed=done, width=48)
-        self._live.update(Group(table, Text(headline), bar))
+        self._live.update(Group(table, Text(headline), bar), refresh=True)
 
     def _warn_if_stuck(self, look: Look) -> None:
         """Say once that a job waits for something that does not come by itself."""

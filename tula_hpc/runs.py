@@ -121,6 +121,21 @@ class RunFolder:
         return self.path / "controller.json"
 
     @property
+    def controller_job(self) -> Path:
+        """The Slurm job that was asked to be the controller."""
+        return self.path / "controller-job.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """There once a user has cancelled the run, until one starts it again."""
+        return self.path / "cancelled"
+
+    @property
+    def tag(self) -> str:
+        """How the names of all its jobs begin."""
+        return f"tula-{safe_tag(self.path.name)}"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 
@@ -291,15 +306,20 @@ def find_run(text: str, run_root: str = "runs") -> RunFolder:
     Raises:
         RecordError: If there is none, or several; the message lists what there is.
     """
-    path = Path(text).expanduser()
-    if (path / "plan.json").exists():
-        return RunFolder(path.absolute())
-    root = Path(run_root).expanduser()
+    path, root = Path(text).expanduser(), Path(run_root).expanduser()
+    for exact in (path, root / text):
+        if (exact / "plan.json").exists():
+            return RunFolder(exact.absolute())
+        if (exact / "config.yaml").exists() or (exact / "controller.json").exists():
+            raise RecordError(
+                f"{exact} has no plan.json: the command that made it ended before anything was planned or submitted; "
+                "give that command again"
+            )
     runs = sorted(p.parent for p in root.glob("*/plan.json"))
     matching = [p for p in runs if p.name.startswith(text)]
     if len(matching) == 1:
         return RunFolder(matching[0].absolute())
-    listing = "\n".join(f"  {p}" for p in (matching or runs)) or f"  (no runs in {root.absolute()})"
+    listing = "\n".join(f"  {p}" for p in (matching or runs)) or f"  (no runs in {root.absolute()}; see run_root=...)"
     problem = "names several runs" if matching else "is not a run folder"
     raise RecordError(f"{text} {problem}; there are:\n{listing}")
 

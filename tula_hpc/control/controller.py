@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import shlex
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.packing import Submission, submissions
 from tula_hpc.control.scheduler import JobRequest, Scheduler
+from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import RecordError, SubmissionRejected, TulaError
@@ -68,6 +68,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.journal = Journal(self.run.journal)
         self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler, self.heartbeat)
+        self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
     def go(self) -> None:
         """Every stage that is not done yet.
@@ -115,7 +116,7 @@ class Controller:
 
     def _profile(self) -> None:
         """Measure what the search asks for, round by round; a round may depend on what did not fit in the last."""
-        self._take_over_measurements()
+        self.shared.take_over_all()
         grid = self.settings.grid_candidates()
         began, done_before = time.monotonic(), len(self._measured())
         told = {key for key, a in self.journal.state().attempts.items() if a.verdict is not None}
@@ -127,6 +128,7 @@ class Controller:
                 break
             running_jobs = {a.job for a in running}
             wanted = [c for c in wanted if profile_job(c) not in running_jobs]
+            wanted, elsewhere = self.shared.divide(wanted)
             self._submit_profiling(wanted)
             total = len(measured) + len(wanted) + len(running)
 
@@ -138,6 +140,7 @@ class Controller:
                 self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
 
             self.jobs.wait(on_look, self.display.silence)
+            self.shared.wait_for(elsewhere)
             for attempt in self.journal.state().attempts.values():
                 if attempt.key not in told and attempt.verdict not in (Verdict.success, Verdict.skipped):
                     self._tell_end(attempt)
@@ -257,35 +260,6 @@ class Controller:
             for a in last
             if a is not None and a.verdict not in skipped
         }
-
-    def _take_over_measurements(self) -> None:
-        """Copy what other runs under the same root have measured of the same steps, by `measurement_signature`."""
-        mine = measurement_signature(self.settings)
-        grid = {profile_job(c) for c in self.settings.grid_candidates()}
-        for plan in sorted(self.run.path.parent.glob("*/plan.json")):
-            other = RunFolder(plan.parent)
-            try:
-                if other.path == self.run.path or read_json(plan)["measurement_signature"] != mine:
-                    continue
-                attempts = Journal(other.journal).state().attempts.values()
-            except (RecordError, KeyError):
-                continue
-            known = {a.job for a in self.journal.state().attempts.values()}
-            taken = [
-                a
-                for a in attempts
-                if a.job in grid - known and a.verdict in (Verdict.success, Verdict.cuda_oom, Verdict.host_oom)
-            ]
-            for attempt in taken:
-                source, target = (
-                    other.attempt(attempt.job, attempt.number),
-                    self.run.attempt(attempt.job, attempt.number),
-                )
-                shutil.copytree(source.path, target.path, dirs_exist_ok=True)
-                self.journal.intend(attempt)
-                self.journal.concluded(attempt, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
-            if taken:
-                self.display.say(f"{count(len(taken), 'measurement')} taken over from {other.path}")
 
     # --- models and choice ------------------------------------------------------------------------------------------
 

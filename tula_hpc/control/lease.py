@@ -2,13 +2,15 @@
 
 The lease is a file, because login nodes share a file system and not their processes. It names the host, the boot and
 the process of its holder: on the same boot of the same host a dead process is seen at once, elsewhere a holder counts
-as gone when it has not refreshed the lease for `EXPIRES_S`.
+as gone when it has not refreshed the lease for `EXPIRES_S`, or sooner where it was a Slurm job that has ended or was
+queued again.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import socket
 import time
 import uuid
@@ -17,12 +19,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tula_hpc.control import away
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.runs import RunFolder, read_json, write_json
 
 # Long, because a controller may wait minutes for a Slurm that does not answer; on one host death is seen at once.
 EXPIRES_S = 900.0
 REFRESH_EVERY_S = 20.0
+# Silence after which Slurm is asked whether the holder's job still exists.
+SUSPICIOUS_S = 3 * REFRESH_EVERY_S
+
+
+class RunIsHeld(TulaError):
+    """Another controller works on the run."""
 
 
 class Lease:
@@ -37,6 +46,8 @@ class Lease:
             "boot": _boot_id(),
             "pid": os.getpid(),
             "pid_started": _process_start(os.getpid()),
+            "slurm_job": _slurm_job(),
+            "restart": _restart(),
             "started": time.time(),
         }
         self._refreshed = 0.0
@@ -67,10 +78,10 @@ class Lease:
             if not self._run.lease.exists():  # just given back
                 return
             raise TulaError(f"{error}; if no tula_hpc works on {self._run.path}, delete that file") from None
-        if not _is_gone(holder):
-            raise TulaError(
-                f"another tula_hpc already works on {self._run.path}: process {holder['pid']} of {holder['user']} on "
-                f"{holder['host']}; watch it with: python -m tula_hpc attach {self._run.path}"
+        if not is_gone(holder):
+            raise RunIsHeld(
+                f"another tula_hpc already works on {self._run.path}: {describe(holder)}; watch it with: "
+                f"{shlex.join(['python', '-m', 'tula_hpc', 'attach', str(self._run.path)])}"
             )
         aside = self._run.path / f".lease-of-{holder['token']}"
         with suppress(FileNotFoundError):
@@ -105,7 +116,23 @@ class Lease:
                 self._run.lease.unlink(missing_ok=True)
 
 
-def _is_gone(holder: dict[str, Any]) -> bool:
+def holder_of(run: RunFolder) -> dict[str, Any] | None:
+    """Who works on a run; None if nobody does or the one who did is gone."""
+    try:
+        holder = read_json(run.lease)
+    except RecordError:
+        return None
+    return None if is_gone(holder) else holder
+
+
+def describe(holder: dict[str, Any]) -> str:
+    """Who a holder is, in words."""
+    job = f" (Slurm job {holder['slurm_job']})" if holder.get("slurm_job") else ""
+    return f"process {holder['pid']} of {holder['user']} on {holder['host']}{job}"
+
+
+def is_gone(holder: dict[str, Any]) -> bool:
+    """Whether the holder of a lease has ended without giving it back."""
     if (holder["host"], holder["boot"]) == (socket.gethostname(), _boot_id()):
         try:
             os.kill(holder["pid"], 0)
@@ -114,7 +141,21 @@ def _is_gone(holder: dict[str, Any]) -> bool:
         except PermissionError:
             return False
         return _process_start(holder["pid"]) != holder["pid_started"]  # the number may be another process's by now
-    return time.time() - holder["refreshed"] > EXPIRES_S
+    job, silent_s = holder.get("slurm_job"), time.time() - holder["refreshed"]
+    if job and job == _slurm_job() and holder["restart"] < _restart():  # an earlier run of this very job
+        return True
+    if job and silent_s > SUSPICIOUS_S and away.has_ended(job):
+        return True
+    return silent_s > EXPIRES_S
+
+
+def _slurm_job() -> str | None:
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def _restart() -> int:
+    """How often Slurm has started the job that this process is in again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _process_start(pid: int) -> str:

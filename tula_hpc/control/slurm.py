@@ -72,7 +72,7 @@ _START = re.compile(r"Job \d+ to start at (\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2})"
 def read_trial(returncode: int, stderr: str) -> Trial:
     """The answer of `sbatch --test-only`, which speaks on stderr whatever it says."""
     if returncode != 0:
-        message = _sentence(stderr)
+        message = sentence(stderr)
         meaning = refusal(message)
         # a limit on the number of jobs is waited for
         return Trial(meaning is not SubmissionUnknown, refused=message if meaning is SubmissionRejected else None)
@@ -109,7 +109,7 @@ class SlurmScheduler:
                 else:
                     jobs = executor.map_array(run_attempt, paths)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-            message = _sentence(str(error))
+            message = sentence(str(error))
             meaning = refusal(message)
             words = "sbatch got no answer" if meaning is SubmissionUnknown else "Slurm does not accept the job"
             raise meaning(f"{words}: {message}") from None
@@ -239,7 +239,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
     return {key: value for key, value in parameters.items() if value is not None}
 
 
-def _sentence(message: str) -> str:
+def sentence(message: str) -> str:
     """Slurm's message without the name of the program and empty lines."""
     lines = [re.sub(r"^(sbatch|allocation failure)(: error)?: ", "", line.strip()) for line in message.splitlines()]
     return "; ".join(line for line in lines if line)

@@ -37,10 +37,10 @@ END_PATIENCE_S = 60.0
 
 def run_attempts(folders: list[str]) -> None:
     """Run the attempts in these folders in their order, as one rank of their job."""
-    ranks = _Turns(this_rank())
-    signal.signal(signal.SIGUSR2, ranks.on_warning)
-    signal.signal(signal.SIGTERM, ranks.on_end)
-    ranks.take([AttemptFolder(Path(folder)) for folder in folders])
+    turns = _Turns(this_rank())
+    signal.signal(signal.SIGUSR2, turns.on_warning)
+    signal.signal(signal.SIGTERM, turns.on_end)
+    turns.take([AttemptFolder(Path(folder)) for folder in folders])
 
 
 @dataclass

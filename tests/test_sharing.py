@@ -1,0 +1,134 @@
+"""Who measures a point when several runs below one root want it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings, measurement_signature
+from tula_hpc.control.jobs import profile_job
+from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.lease import controlling
+from tula_hpc.control.sharing import SharedPoints
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import Display
+from tula_hpc.runs import RunFolder, write_json
+
+POINT = Candidate(1, 32, 1)
+ATTEMPT = Attempt(profile_job(POINT), 1, "tag", 32, 1)
+
+
+def make_run(settings: Settings, name: str) -> RunFolder:
+    run = RunFolder.of(settings.run_root, name, "0123456789")
+    run.create()
+    write_json(run.plan, {"measurement_signature": measurement_signature(settings)})
+    return run
+
+
+def shared(settings: Settings, run: RunFolder, heartbeat: Callable[[], None] = lambda: None) -> SharedPoints:
+    return SharedPoints(settings, run, Journal(run.journal), Display(), heartbeat)
+
+
+def fail_at_the_point(run: RunFolder, verdict: Verdict) -> None:
+    journal = Journal(run.journal)
+    journal.intend(ATTEMPT)
+    journal.concluded(ATTEMPT, verdict, "")
+
+
+def test_a_point_that_a_living_run_measures_is_left_to_it(tiny_settings: Callable[..., Settings]):
+    """While the first run is worked on, the second one finds the point elsewhere."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one):
+        assert shared(settings, one).divide([POINT]) == ([POINT], [])
+        assert shared(settings, one).divide([POINT]) == ([POINT], [])
+        assert shared(settings, two).divide([POINT]) == ([], [POINT])
+
+
+def test_a_point_of_a_run_that_nobody_works_on_is_measured_again(tiny_settings: Callable[..., Settings]):
+    """A claim ends with the controller that made it."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one):
+        shared(settings, one).divide([POINT])
+    assert shared(settings, two).divide([POINT]) == ([POINT], [])
+
+
+def test_a_point_that_the_other_run_failed_at_is_measured_again(tiny_settings: Callable[..., Settings]):
+    """A failure of another run says nothing about this one; its retry then finds the point elsewhere."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one), controlling(two):
+        shared(settings, one).divide([POINT])
+        fail_at_the_point(one, Verdict.node_failure)
+        assert shared(settings, two).divide([POINT]) == ([POINT], [])
+        assert shared(settings, one).divide([POINT]) == ([], [POINT])
+
+
+def test_a_result_of_another_run_is_taken_over_when_it_is_there(tiny_settings: Callable[..., Settings]):
+    """The wait ends with the other run's verdict, and the next round has the result without measuring."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one):
+        shared(settings, one).divide([POINT])
+        heard: list[bool] = []
+
+        def heartbeat() -> None:
+            if not heard:
+                one.attempt(ATTEMPT.job, 1).path.mkdir(parents=True)
+                fail_at_the_point(one, Verdict.host_oom)
+            heard.append(True)
+
+        points = shared(settings, two, heartbeat)
+        points.wait_for(points.divide([POINT])[1])
+        assert points.divide([POINT]) == ([], [])
+    attempt = Journal(two.journal).state().last(ATTEMPT.job)
+    assert attempt is not None
+    assert (attempt.verdict, attempt.reason) == (Verdict.host_oom, f"measured in {one.path.name}")
+
+
+def test_a_result_that_cannot_be_copied_is_measured_again(tiny_settings: Callable[..., Settings]):
+    """A folder that somebody cleared away does not keep the others waiting."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one):
+        shared(settings, one).divide([POINT])
+        fail_at_the_point(one, Verdict.success)  # and no folder of the attempt
+        assert shared(settings, two).divide([POINT]) == ([POINT], [])
+
+
+def _compete(settings: Settings, name: str, start: Any, results: Any) -> None:
+    run = make_run(settings, name)
+    with controlling(run):
+        start.wait()
+        results.put(len(shared(settings, run).divide([POINT])[0]))
+        start.wait()  # work on until all have decided
+    os._exit(0)
+
+
+def test_of_many_at_once_one_measures(tiny_settings: Callable[..., Settings]):
+    """Controllers that decide at the same moment do not both measure."""
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(3), context.Queue()
+    arguments = [(tiny_settings(), f"run{n}", start, results) for n in range(3)]
+    processes = [context.Process(target=_compete, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    assert sorted(results.get(timeout=60) for _ in processes) == [0, 0, 1]
+    for process in processes:
+        process.join()
+
+
+def test_what_was_taken_over_may_be_tried_again(tiny_settings: Callable[..., Settings]):
+    """A run that wants another attempt at a point in spite of another run's result gets it, and does not wait."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one):
+        shared(settings, one).divide([POINT])
+        one.attempt(ATTEMPT.job, 1).path.mkdir(parents=True)
+        fail_at_the_point(one, Verdict.host_oom)
+        assert shared(settings, two).divide([POINT]) == ([], [])
+        assert shared(settings, two).divide([POINT]) == ([POINT], [])

@@ -1,0 +1,115 @@
+"""One table of many runs, from a few small files of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tula_hpc.control.lease import holder_of
+from tula_hpc.display import duration
+from tula_hpc.errors import RecordError
+from tula_hpc.runs import RunFolder, read_json
+
+# Ends of a job that the run goes on after.
+_HARMLESS = ("success", "skipped")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the table says of one run."""
+
+    name: str
+    stage: str
+    controller: str
+    chosen: str = ""
+    time: str = ""
+    cost: str = ""
+    accuracy: str = ""
+
+
+def runs_below(root: Path) -> list[RunFolder]:
+    """Every run of a folder, by name."""
+    return [RunFolder(plan.parent.absolute()) for plan in sorted(root.glob("*/plan.json"))]
+
+
+def overview(runs: list[RunFolder]) -> Table:
+    """The table, a row a run."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for header in ("run", "stage", "controller", "nodes x batch a rank", "training takes", "cost", "top-1"):
+        table.add_column(header, overflow="fold")
+    for run in runs:
+        summary = summarise(run)
+        table.add_row(*(getattr(summary, field) for field in Summary.__dataclass_fields__))
+    return table
+
+
+def summarise(run: RunFolder) -> Summary:
+    """One row; what is torn or missing is left empty."""
+    holder = holder_of(run)
+    job = f"job {holder['slurm_job']} on " if holder and holder.get("slurm_job") else ""
+    controller = "none" if holder is None else f"{job}{holder['host']}"
+    if holder is None and not run.is_finished and (job_id := _read(run.controller_job).get("job_id")):
+        controller = f"job {job_id}, not at work"
+    selection = _read(run.selection)
+    result = _read(run.train_result)
+    accuracy = result["test_top1"] if result else next((m["test_top1"] for m in run.read_metrics()[-1:]), None)
+    predicted = selection.get("predicted", {})
+    return Summary(
+        run.path.name,
+        stage(run, holder is not None),
+        controller,
+        f"{selection['num_nodes']} x {selection['batch_per_rank']}" if selection else "",
+        duration(predicted["train_time_s"]) if predicted else "",
+        f"{selection['currency']}{predicted['cost']:.3g}" if predicted else "",
+        "" if accuracy is None else f"{accuracy:.2f} %",
+    )
+
+
+def stage(run: RunFolder, controlled: bool) -> str:
+    """Where a run is: `profiling 7/12`, `fitted`, `training 43 %`, `finished`, `cancelled`, `failed: ...`."""
+    if run.is_finished:
+        return "finished"
+    where = _where(run)
+    if run.cancelled.exists():
+        return "cancelled"
+    if controlled:
+        return where
+    return f"failed: {where}" if _last_verdict(run) not in (None, *_HARMLESS) else where
+
+
+def _where(run: RunFolder) -> str:
+    if run.train_result.exists():
+        return "trained"
+    if run.selection.exists():
+        progress = _read(run.progress)
+        return f"training {100 * progress['samples'] / max(1, progress['of_samples']):.0f} %" if progress else "chosen"
+    if run.fit.exists():
+        return "fitted"
+    if not run.plan.exists():  # refused, or not its turn yet
+        return "not begun"
+    intended, ended = (len(list(run.journal.glob(f"[0-9]*-{event}.json"))) for event in ("intent", "verdict"))
+    return f"profiling {ended}/{intended}" if intended else "planned"
+
+
+def _last_verdict(run: RunFolder) -> str | None:
+    """How the newest job ended; None if none has, or a newer one was begun."""
+    events = [p for p in run.journal.glob("[0-9]*.json") if p.stem.partition("-")[2] in ("intent", "verdict")]
+    newest = max(events, default=None)
+    return None if newest is None else _read(newest).get("verdict")
+
+
+def is_in_good_hands(run: RunFolder) -> bool:
+    """Whether a run is finished, or somebody works on it."""
+    waiting = _read(run.controller_job).get("job_id") is not None
+    return run.is_finished or (not run.cancelled.exists() and (waiting or holder_of(run) is not None))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except RecordError:
+        return {}

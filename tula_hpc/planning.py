@@ -1,0 +1,91 @@
+"""What a run would submit, what it would cost, and what the queue says; submits nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tula_hpc.config import ProfilingKind, Settings
+from tula_hpc.control.packing import Submission
+from tula_hpc.display import Display, count, duration
+from tula_hpc.runs import RunFolder
+from tula_hpc.starting import folder_of, refuse_what_cannot_work, scheduler_of, settled
+
+
+def plan(settings: Settings, command: list[str], display: Display) -> None:
+    """Candidates, jobs, node-hours and cost of the first round of profiling, and the text sbatch would get."""
+    from tula_hpc.control.controller import Controller, price_of, profiling_requests
+    from tula_hpc.control.slurm import SlurmScheduler
+
+    settings = settled(settings, display)
+    refuse_what_cannot_work(settings)
+    run = folder_of(settings)
+    scheduler = scheduler_of(settings, run)
+    with _scratch_journal(run) as scratch:
+        controller = Controller(settings, scratch, scheduler, display, command)
+        requests = profiling_requests(controller)
+    grid = settings.grid_candidates()
+    wanted = [candidate for _, submission in requests for candidate in submission.candidates]
+    display.say(f"{len(grid)} candidates: {', '.join(c.name for c in grid)}")
+    display.say(f"search={settings.search.mode.name} profiles {len(wanted)} of them in {len(requests)} submissions:")
+    about = atmost = 0.0
+    for request, submission in requests:
+        names = ", ".join(c.name for c in submission.candidates)
+        at_once = 1 if scheduler.one_host else request.max_running
+        how = "one after the other in one job" if submission.one_after_another else f"up to {at_once} at once"
+        display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} ({how})")
+        about += submission.node_hours(settings)
+        atmost += submission.num_jobs * request.num_nodes * (submission.time_limit_min or 0) / 60
+    price = settings.pricing.price_per_node_hour
+    cost = f", {settings.pricing.currency}{about * price:.2f} at {price} a node-hour"
+    known = cost if settings.pricing.kind.name == "node_hour" else "; its price depends on the memory it will show"
+    display.say(
+        f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
+    )
+    if not scheduler.one_host:
+        for line in sharing_compared(settings, {kind: controller.submissions(kind, wanted) for kind in ProfilingKind}):
+            display.say(line)
+    display.say(f"objective={settings.objective.kind.name}, price: {price_of(settings).describe()}")
+    display.say(f"the run folder would be {run.path}")
+    if isinstance(scheduler, SlurmScheduler):
+        for request, _ in requests:
+            display.say(f"\n--- sbatch gets, for {request.num_nodes} nodes:\n{scheduler.batch_text(request)}")
+            trial = scheduler.try_out(request)
+            display.say(f"--- sbatch --test-only: {trial_words(trial.answered, trial.refused, trial.wait_s)}")
+    display.say("nothing was submitted")
+
+
+@contextmanager
+def _scratch_journal(run: RunFolder) -> Iterator[RunFolder]:
+    """A run folder of the same name that goes away again: planning leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="tula-plan-") as folder:
+        yield RunFolder(Path(folder) / run.path.name)
+
+
+def trial_words(answered: bool, refused: str | None, wait_s: float | None) -> str:
+    """What the scheduler says of a request, and when it would start. The start is a guess: Slurm counts with the time
+    limits of the jobs before, and knows nothing of those that come later with a higher priority."""
+    if refused is not None:
+        return refused
+    if not answered:
+        return "no answer"
+    if wait_s is None:
+        return "accepted, without an estimate of the start"
+    when = "at once" if wait_s < 60 else f"in about {duration(wait_s)}"
+    return f"accepted. Slurm's estimate, a hint: would start {when}"
+
+
+def sharing_compared(settings: Settings, kinds: Mapping[ProfilingKind, list[Submission]]) -> list[str]:
+    """A line for each way to share jobs: how many there would be, what they would use, and the longest of them."""
+    lines = ["jobs can share allocations, each of which waits in the queue once (group profiling):"]
+    for kind, submissions in kinds.items():
+        longest = max(submissions, key=lambda s: (s.expected_s(settings), s.num_nodes))
+        mark = " (this plan)" if kind is settings.profiling.kind else ""
+        lines.append(
+            f"  {kind.name}{mark}: {count(sum(s.num_jobs for s in submissions), 'job')}, up to about "
+            f"{sum(s.node_hours(settings) for s in submissions):.2f} node-hours, the longest holds "
+            f"{count(longest.num_nodes, 'node')} for up to about {duration(longest.expected_s(settings))}"
+        )
+    return lines

@@ -1,0 +1,188 @@
+"""From settings to a controller at work: what a command that starts a run does, here or in a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tula_hpc.checks import check, data_is_missing
+from tula_hpc.config import ClusterKind, ControllerKind, Settings, signature, to_plain
+from tula_hpc.display import Display
+from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.runs import RunFolder, write_text
+
+if TYPE_CHECKING:
+    from tula_hpc.control.scheduler import Scheduler
+
+
+class RunCancelled(TulaError):
+    """A user cancelled the run."""
+
+
+def start(settings: Settings, command: list[str], display: Display) -> None:
+    """Bring the run of these settings to its end, or hand it to a Slurm job that does; a finished run is shown.
+
+    Args:
+        settings: As composed.
+        command: The command line that reproduces the run.
+        display: Where to speak.
+    """
+    settings = settled(settings, display)
+    run = folder_of(settings)
+    if run.is_finished:  # shown even where code or data are gone meanwhile
+        display.choice(run)
+        display.result(run)
+        return
+    refuse_what_cannot_work(settings)
+    if settings.data.download and data_is_missing(settings):
+        _download(settings, display)
+    run.create()
+    if settings.controller.kind is ControllerKind.slurm:
+        _send_away(settings, run, command, display)
+        return
+    control(uncancel(settings, run, display), run, command, display)
+
+
+def control(settings: Settings, run: RunFolder, command: list[str], display: Display) -> None:
+    """Be the run's controller until it is finished.
+
+    Raises:
+        RunIsHeld: If somebody else is.
+    """
+    from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
+    from tula_hpc.control.lease import controlling
+
+    scheduler = scheduler_of(settings, run)
+    with controlling(run) as lease:
+        _write_settings(settings, run)
+
+        def heartbeat() -> None:
+            if run.cancelled.exists():
+                raise RunCancelled(f"the run was cancelled; to go on with it: {shown('attach', str(run.path))}")
+            lease.refresh()
+
+        try:
+            Controller(settings, run, scheduler, display, command, heartbeat).go()
+        except KeyboardInterrupt:
+            display.close()
+            jobs = "the jobs of this machine have ended" if scheduler.one_host else "its jobs in Slurm go on"
+            display.say(
+                f"detached from the run; {jobs}. The same command goes on from here, and so does: "
+                f"{shown('attach', str(run.path))}"
+            )
+            sys.exit(130)
+        finally:
+            scheduler.close()
+
+
+def _write_settings(settings: Settings, run: RunFolder) -> None:
+    """What `attach` and a controller job go on with: the settings as they were given last."""
+    import yaml
+
+    write_text(run.config, yaml.safe_dump(to_plain(settings), sort_keys=False))
+
+
+def shown(*arguments: str) -> str:
+    """A command line of ours as a user would type it."""
+    return shlex.join(["python", "-m", "tula_hpc", *arguments])
+
+
+def uncancel(settings: Settings, run: RunFolder, display: Display) -> Settings:
+    """A user who starts a cancelled run wants it after all, and with it the jobs that ended then."""
+    if not run.cancelled.exists():
+        return settings
+    run.cancelled.unlink(missing_ok=True)
+    display.say("this run was cancelled; it goes on now")
+    return replace(settings, cluster=replace(settings.cluster, resubmit_cancelled=True))
+
+
+def folder_of(settings: Settings) -> RunFolder:
+    return RunFolder.of(settings.run_root, settings.name, signature(settings))
+
+
+def settled(settings: Settings, display: Display) -> Settings:
+    """The settings with `cluster.kind=auto` decided, which is said in one line."""
+    from tula_hpc.control import slurm_commands
+
+    if settings.cluster.kind is not ClusterKind.auto:
+        return settings
+    there, words = slurm_commands.answers()
+    display.say(f"cluster: {words}, so jobs {'go to Slurm' if there else 'run on this machine'}")
+    kind = ClusterKind.slurm if there else ClusterKind.local
+    return replace(settings, cluster=replace(settings.cluster, kind=kind))
+
+
+def scheduler_of(settings: Settings, run: RunFolder) -> Scheduler:
+    from tula_hpc.control.local import LocalScheduler
+    from tula_hpc.control.slurm import SlurmScheduler
+
+    on_slurm = settings.cluster.kind is ClusterKind.slurm
+    return SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
+
+
+def _send_away(settings: Settings, run: RunFolder, command: list[str], display: Display) -> None:
+    """Submit the controller as a job, unless there is one, and say how to follow it."""
+    from tula_hpc.control import away
+    from tula_hpc.control.controller import Controller
+    from tula_hpc.control.lease import RunIsHeld, controlling
+
+    try:
+        with controlling(run):  # one submission at a time
+            job = away.queued_controller(run)
+            if job is None:
+                settings = uncancel(settings, run, display)
+                _write_settings(settings, run)
+                Controller(settings, run, scheduler_of(settings, run), display, command)._write_down_the_run()
+                job_id = away.submit_controller(settings, run)
+                display.say(f"the controller is Slurm job {job_id}; this command is not needed any more")
+            else:
+                display.say(f"the controller is Slurm job {job.job_id} ({job.state.value}) already; none was submitted")
+    except RunIsHeld:
+        job = away.queued_controller(run)
+        if job is None:
+            raise
+        display.say(f"the controller is Slurm job {job.job_id} ({job.state.value}) already; none was submitted")
+    for verb, meaning in (
+        ("status", "where it is"),
+        ("attach", "watch it"),
+        ("logs", "what its jobs print"),
+        ("cancel", "end it and its jobs"),
+    ):
+        display.say(f"  {shown(verb, str(run.path))}   # {meaning}")
+    display.say(f"run folder: {run.path}")
+
+
+def refuse_what_cannot_work(settings: Settings) -> None:
+    """Check the settings, and on Slurm the site.
+
+    Raises:
+        ConfigError: With every problem that was found.
+    """
+    from tula_hpc.control import slurm_commands
+
+    problems = check(settings)
+    if settings.cluster.kind is ClusterKind.slurm and not problems:
+        problems += slurm_commands.check_site(settings)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _download(settings: Settings, display: Display) -> None:
+    """Fetch the data set in a process of its own: this one stays free of torch."""
+    display.say(f"fetching the data set of {settings.workload.name} to {settings.data.root}")
+    fetched = subprocess.run(
+        [sys.executable, "-m", "tula_hpc.ranks.workloads"],
+        input=json.dumps(to_plain(settings)),
+        text=True,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if fetched.returncode != 0 or data_is_missing(settings):
+        raise TulaError(
+            f"the data set could not be fetched to {settings.data.root}: "
+            f"{(fetched.stderr.strip().splitlines() or ['it is still not there'])[-1]}"
+        )
