@@ -17,6 +17,7 @@ from tula_hpc.config import ControllerKind, ControllerSettings, Settings, signat
 from tula_hpc.control import away
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.lease import controlling
+from tula_hpc.control.slurm_commands import Partition
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.overview import stage
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
@@ -246,7 +247,7 @@ def test_the_controllers_batch_script_quotes_what_it_names(
     """A folder with spaces and quotes reaches the job as it is; site options are those of the cluster."""
     settings = tiny_settings("cluster=slurm", "cluster.account=physics", "cluster.setup=[module load x]")
     run = RunFolder(tmp_path / "it's 100 %" / "tiny-0123456789")
-    monkeypatch.setattr(away.slurm, "_partitions", lambda: {"main": (4, "1:00:00", True)})
+    monkeypatch.setattr(away.slurm_commands, "partitions", lambda: {"main": Partition(4, "1:00:00", True)})
     script = away._script(settings, run).splitlines()
     assert script[:2] == ["#!/bin/bash", "module load x"]
     assert script[2].startswith("exec ")
