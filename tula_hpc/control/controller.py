@@ -26,11 +26,12 @@ from tula_hpc.config import (
 )
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
+from tula_hpc.control.next_steps import NextSteps, if_cancelled
 from tula_hpc.control.packing import Submission, submissions
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import Display, count
+from tula_hpc.display import Display
 from tula_hpc.errors import RecordError, SubmissionRejected, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
@@ -39,17 +40,6 @@ from tula_hpc.models.search import next_candidates
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
-
-# Ends that say nothing about the candidate, and how often a profiling job is run again after each; counted from the
-# last time that a user started the command. A training is, `training.max_relaunches` times after each.
-RETRIES_IN_PROFILING = {
-    Verdict.preempted: 5,
-    Verdict.node_failure: 3,
-    Verdict.never_started: 2,
-    Verdict.incomplete: 1,
-    Verdict.hung: 1,
-    Verdict.host_oom: 2,
-}
 
 
 @dataclass
@@ -68,6 +58,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.journal = Journal(self.run.journal)
         self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler, self.heartbeat)
+        self.next_steps = NextSteps(self.settings, self.journal, self.jobs, self.display.say)
         self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
     def go(self) -> None:
@@ -122,7 +113,9 @@ class Controller:
         told = {key for key, a in self.journal.state().attempts.items() if a.verdict is not None}
         while True:
             measured, infeasible = self._measured(), self._infeasible()
-            wanted = next_candidates(self.settings.search.mode.name, grid, measured | self._given_up(), infeasible)
+            wanted = next_candidates(
+                self.settings.search.mode.name, grid, measured | self.next_steps.given_up(), infeasible
+            )
             running = self.journal.state().open
             if not wanted and not running:
                 break
@@ -164,7 +157,7 @@ class Controller:
         """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round."""
         round_of_jobs = self.submissions(self.settings.profiling.kind, wanted)
         self.jobs.refuse_what_would_be_rejected(round_of_jobs)
-        for submission in [part for whole in round_of_jobs for part in self._by_memory(whole)]:
+        for submission in [part for whole in round_of_jobs for part in self.next_steps.by_memory(whole)]:
             while (too_many := self.jobs.submit("profile", submission)) is not None:
                 self.display.waiting("profiling jobs", too_many)
                 if self.journal.state().open:
@@ -175,55 +168,15 @@ class Controller:
         if not self.jobs.wait_for_room():
             raise SubmissionRejected(f"{reason}\nNo job of yours is queued, so waiting would not help.")
 
-    def _by_memory(self, submission: Submission) -> list[Submission]:
-        """The submission in parts that ask for the same host memory: more than configured after an attempt was killed
-        for its lack."""
-        wanted: dict[float | None, list[Candidate]] = {}
-        for candidate in submission.candidates:
-            last = self.journal.state().last(profile_job(candidate))
-            memory_gib = None if last is None else last.memory_gib
-            if last is not None and last.verdict is Verdict.host_oom:
-                memory_gib = self.jobs.more_memory_gib(last)
-            wanted.setdefault(memory_gib, []).append(candidate)
-        return [submission._replace(candidates=part, memory_gib=memory_gib) for memory_gib, part in wanted.items()]
-
     def _tell_end(self, attempt: Attempt) -> None:
         assert attempt.verdict is not None
         name = self.jobs.candidate(attempt).name
         self.display.say(f"{name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
 
-    def _given_up(self) -> set[Candidate]:
-        """Candidates that ended without a measurement for reasons other than memory, and are not to be run again.
-
-        A job that somebody cancelled stays so. Others are run again when the user starts the command again.
-        """
-        state, found = self.journal.state(), set()
-        for candidate in self.settings.grid_candidates():
-            last = state.last(profile_job(candidate))
-            if last is None or last.verdict in (None, Verdict.success, Verdict.skipped):
-                continue
-            ended, again = last.verdict, last.start < state.start
-            if ended is Verdict.cancelled:
-                again = self._may_be_resubmitted(last)
-            elif ended in RETRIES_IN_PROFILING:
-                again = again or state.endings(last.job, ended) <= RETRIES_IN_PROFILING[ended]
-                # its job had time for others only; what is left is less each time
-                again = again or (ended is Verdict.never_started and state.got_on(last.tag))
-                again = again and (ended is not Verdict.host_oom or self.jobs.more_memory_gib(last) is not None)
-            if not again and ended not in self._out_of_memory_verdicts:
-                found.add(candidate)
-        return found
-
-    @property
-    def _out_of_memory_verdicts(self) -> set[Verdict]:
-        """Ends that say that a batch is too large. A host that ran out of memory says so only of a batch that is
-        computed on it; the batch of a GPU is not to blame."""
-        return {Verdict.cuda_oom} if self.settings.cluster.gpus_per_node > 0 else {Verdict.cuda_oom, Verdict.host_oom}
-
     def _drop_larger_batches(self, looks: list[Look]) -> None:
         """What did not fit with one batch need not be tried with a larger one on the same nodes."""
         for look in looks:
-            if look.verdict not in self._out_of_memory_verdicts:
+            if look.verdict not in self.next_steps.out_of_memory_verdicts:
                 continue
             failed = look.attempt
             larger = [
@@ -244,7 +197,7 @@ class Controller:
     def _infeasible_because(self) -> dict[Candidate, str]:
         """Candidates that did not fit in memory, and what was seen."""
         state = self.journal.state()
-        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self._out_of_memory_verdicts)}
+        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self.next_steps.out_of_memory_verdicts)}
         for attempt in _profiled(state, {Verdict.success}):
             if self.jobs.point(attempt)["allocator_retries"] > 0:
                 found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
@@ -254,7 +207,7 @@ class Controller:
         """Candidates that ended without a measurement for other reasons than memory: nobody knows whether they work."""
         state = self.journal.state()
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
-        skipped = {Verdict.success, Verdict.skipped, None, *self._out_of_memory_verdicts}
+        skipped = {Verdict.success, Verdict.skipped, None, *self.next_steps.out_of_memory_verdicts}
         return {
             self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
@@ -276,7 +229,7 @@ class Controller:
             form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
             for form in ("overlap", "additive")
         }
-        ran_out = _profiled(self.journal.state(), self._out_of_memory_verdicts)
+        ran_out = _profiled(self.journal.state(), self.next_steps.out_of_memory_verdicts)
         out_of_memory = [a.batch_per_rank for a in ran_out]
         memory = fit_memory(table, out_of_memory)
         fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
@@ -366,8 +319,8 @@ class Controller:
         while True:
             last, memory_gib = self.journal.state().last(TRAIN), None
             if last is not None:
-                self._refuse_to_repeat(last)
-                candidate, memory_gib = self._after(last)
+                self.next_steps.refuse_to_repeat(last)
+                candidate, memory_gib = self.next_steps.after(last)
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
                 training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
@@ -383,78 +336,12 @@ class Controller:
             self.display.say(
                 f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
             )
-            if not self._may_go_on(last, progressed=checkpoint_samples(self.run) > samples_before):
+            if not self.next_steps.training_may_go_on(last, progressed=checkpoint_samples(self.run) > samples_before):
                 raise TulaError(
                     f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
                     f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the "
-                    f"newest checkpoint{_if_cancelled(last)}."
+                    f"newest checkpoint{if_cancelled(last)}."
                 )
-
-    def _may_go_on(self, last: Attempt, progressed: bool) -> bool:
-        """Whether the training is started again after this end of it."""
-        assert last.verdict is not None
-        if last.verdict is Verdict.timeout and progressed:  # a long training needs several jobs
-            return True
-        if last.verdict is Verdict.cancelled:
-            return self._may_be_resubmitted(last)
-        relaunches = self.journal.state().endings(TRAIN, last.verdict)
-        again = last.verdict in {*RETRIES_IN_PROFILING, Verdict.timeout, Verdict.cuda_oom}
-        return again and relaunches <= self.settings.training.max_relaunches
-
-    def _may_be_resubmitted(self, cancelled: Attempt) -> bool:
-        """Whether the user has started the command since, and said that what was cancelled shall run all the same."""
-        return self.settings.cluster.resubmit_cancelled and cancelled.start < self.journal.state().start
-
-    def _refuse_to_repeat(self, last: Attempt) -> None:
-        """A training that somebody cancelled is not started again behind their back.
-
-        Raises:
-            TulaError: If it was, and `cluster.resubmit_cancelled` does not say otherwise.
-        """
-        if last.verdict is Verdict.cancelled and not self._may_be_resubmitted(last):
-            raise TulaError(
-                f"the training was cancelled ({last.reason}); the same command goes on{_if_cancelled(last)}"
-            )
-
-    def _after(self, last: Attempt) -> tuple[Candidate, float | None]:
-        """Where the training goes on after an attempt: candidate, and host memory if not the configured one.
-
-        Raises:
-            TulaError: If memory ran out and there is neither more of it nor a smaller batch.
-        """
-        candidate = self.jobs.candidate(last)
-        if last.verdict is Verdict.host_oom:
-            memory_gib = self.jobs.more_memory_gib(last)
-            if memory_gib is not None:
-                self.display.say(f"relaunching with {memory_gib:.1f} GiB of host memory on each node")
-                return candidate, memory_gib
-            if Verdict.host_oom not in self._out_of_memory_verdicts:
-                raise TulaError(
-                    f"the training was killed for lack of host memory ({last.reason}), and there is no more to ask "
-                    "for; a smaller batch would not help its GPUs. Set cluster.memory_gib, raise "
-                    "cluster.max_memory_gib, or lower data.loader_workers"
-                )
-        if last.verdict is not None and last.verdict.out_of_memory:
-            return self._next_smaller(candidate, last.reason), last.memory_gib
-        return candidate, last.memory_gib
-
-    def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
-        """The next smaller batch of the same cluster; derived from the batch that failed, whatever came before."""
-        smaller = [
-            c
-            for c in self.settings.grid_candidates()
-            if c.num_nodes == failed.num_nodes and c.batch_per_rank < failed.batch_per_rank
-        ]
-        if not smaller:
-            raise TulaError(
-                f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank "
-                f"on {count(failed.num_nodes, 'node')} ({reason}); lower grid.min_batch_per_rank or "
-                "grid.min_global_batch, or give the job more memory (cluster.memory_gib)"
-            )
-        self.display.say(
-            f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}"
-        )
-        return smaller[-1]
 
     def _train_time_limit_min(self, train_time_s: float) -> int | None:
         """The user's limit, or half as long again as predicted; at most the partition's, since training resumes."""
@@ -500,11 +387,6 @@ def price_of(settings: Settings) -> Price:
     if pricing.kind is PricingKind.memory:
         return MemoryPrice(pricing.price_per_gib_hour)
     return NodeHourPrice(pricing.price_per_node_hour)
-
-
-def _if_cancelled(last: Attempt) -> str:
-    """How to go on in spite of a cancellation."""
-    return " with cluster.resubmit_cancelled=true" if last.verdict is Verdict.cancelled else ""
 
 
 def _profiled(state: State, verdicts: set[Verdict]) -> list[Attempt]:
