@@ -108,12 +108,14 @@ def test_from_arrays_to_a_report(slurm: ThrowawaySlurm, tmp_path: Path):
     assert list(run.journal.iterdir()) == events
 
 
-def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(slurm: ThrowawaySlurm, tmp_path: Path):
-    """The cgroup kills the largest batch in profiling and the chosen one in training; half of it succeeds."""
+@pytest.fixture
+def hungry(tmp_path: Path) -> list[str]:
+    """A workload that profiling finds to fit with batch 128 and that grows later, in jobs of 1.6 GiB."""
     (tmp_path / "hungry.py").write_text(HUNGRY)
     (tmp_path / "workload").mkdir()
     (tmp_path / "workload" / "hungry.yaml").write_text(HUNGRY_WORKLOAD)
-    overrides = [
+    return [
+        *SMALL,
         "--config-dir",
         str(tmp_path),
         "workload=hungry",
@@ -126,7 +128,14 @@ def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(slurm: Thr
         "search=full",
         "search.memory_fraction=1",
     ]
-    answer = tula(tmp_path, *SMALL, *overrides)
+
+
+def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(
+    slurm: ThrowawaySlurm, tmp_path: Path, hungry: list[str]
+):
+    """The cgroup kills the largest batch in profiling and the chosen one in training; half of it succeeds where there
+    is no more memory to ask for."""
+    answer = tula(tmp_path, *hungry, "cluster.max_memory_gib=1.6")
     run = finished_run(answer)
     assert "relaunching with batch 64 a rank instead of 128" in answer.stdout
     state = Journal(run.journal).state()
@@ -139,6 +148,14 @@ def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(slurm: Thr
     assert [a.batch_per_rank for a in trainings] == [128, 64]
     assert read_json(run.selection)["batch_per_rank"] == 128
     assert read_json(run.train_result)["batch_per_rank"] == 64
+
+
+def test_host_memory_is_raised_before_the_batch_is_lowered(slurm: ThrowawaySlurm, tmp_path: Path, hungry: list[str]):
+    """A training that is killed for lack of host memory gets twice as much, and keeps its batch."""
+    run = finished_run(tula(tmp_path, *hungry))
+    trainings = Journal(run.journal).state().of("train")
+    assert [a.verdict for a in trainings] == [Verdict.host_oom, Verdict.success]
+    assert [(a.batch_per_rank, a.memory_gib) for a in trainings] == [(128, None), (128, 3.2)]
 
 
 @pytest.mark.parametrize(

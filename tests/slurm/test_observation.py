@@ -19,6 +19,7 @@ from tula_hpc.errors import SchedulerSilent, SubmissionLimited
 from tula_hpc.runs import RunFolder
 
 from .cluster import SlurmSettings, ThrowawaySlurm, wait_until
+from .faulty import Tula
 
 SETTINGS = SlurmSettings(
     num_nodes=2,
@@ -229,6 +230,22 @@ def test_more_jobs_than_the_user_may_have_are_a_limit(
         assert controller.jobs_in_queue() == 3
     finally:
         slurm.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
+
+
+def test_a_run_lives_within_the_users_limit(slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]):
+    """With room for two jobs three candidates are measured in two submissions, and the reason for waiting is shown."""
+    slurm.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=2")
+    try:
+        tula = Tula(tmp_path, [*tiny_overrides, "grid.max_nodes=1", "grid.max_batch_per_rank=128", "search=full"])
+        tula.start()
+        text = tula.finish()
+    finally:
+        slurm.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
+    assert "profiling jobs must wait: " in text
+    assert "AssocMaxSubmitJobLimit" in text
+    for job in ("profile/n001-b00032", "profile/n001-b00064", "profile/n001-b00128", "train"):
+        assert tula.verdicts(job)[-1] == "success"
+        assert tula.ran(job) == 1
 
 
 def test_broken_hosts_and_memory(slurm: ThrowawaySlurm, scheduler: Callable[[], SlurmScheduler]):

@@ -13,6 +13,7 @@ from tula_hpc.control.verdicts import QueueState
 from tula_hpc.runs import RunFolder
 
 from .cluster import SlurmSettings, ThrowawaySlurm
+from .faulty import Tula
 from .test_observation import forgotten, sbatch, wait_for
 
 
@@ -38,3 +39,12 @@ def test_a_job_is_followed_from_waiting_to_forgotten(
     late = SlurmScheduler(settings, run_folder)
     wait_for(late, {job: QueueState.absent})
     assert late.find("nothing", 0, run_folder.attempt("train", 1)) is None
+
+
+def test_a_whole_run_needs_no_accounting(slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]):
+    """From the first job to the report, on a Slurm that forgets a job two seconds after its end."""
+    tula = Tula(tmp_path, [*tiny_overrides, "grid.max_nodes=1"])
+    tula.start()
+    tula.finish()
+    assert {tula.verdicts(job)[0] for job in ("profile/n001-b00032", "profile/n001-b00064", "train")} == {"success"}
+    assert tula.run.report.exists()
