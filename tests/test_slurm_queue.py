@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +180,19 @@ def test_while_one_asks_the_others_use_the_last_answer(site: Callable[..., Path]
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "tula_hpc-squeue-0 1.0 answered\n7_0|FAILED|None||x\n"])
+def test_the_turn_of_a_process_that_was_killed_passes_on_at_once(site: Callable[..., Path], tmp_path: Path):
+    """On the host of its holder a lock that nobody holds any more does not make others wait."""
+    log = site("squeue", ROW)
+    state(SlurmQueue(30))
+    (folder,) = (tmp_path / "cache" / "tula_hpc").iterdir()
+    (folder / "squeue").unlink()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (folder / "turn").write_text(f"{socket.gethostname()} {dead.pid}")
+    assert state(SlurmQueue(30)) is not None
+    assert calls(log) == 2
+
+
 def test_a_file_that_makes_no_sense_is_replaced(site: Callable[..., Path], tmp_path: Path, text: str):
     """Torn, empty or of another version: it is asked again."""
     site("squeue", ROW)

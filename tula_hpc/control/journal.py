@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.runs import json_text, read_json, sync_folder
+from tula_hpc.runs import json_text, naming, read_json, sync_folder
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Journal:
         self._folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".event-")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with naming(self._folder), os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(json_text(record))
                 file.flush()
                 os.fsync(file.fileno())

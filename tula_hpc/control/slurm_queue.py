@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -202,14 +203,22 @@ def _take_turn(lock: Path) -> bool:
     try:
         with suppress(FileNotFoundError):
             # two that find it expired at the same time may both ask, which costs one squeue too many
-            if abs(time.time() - lock.stat().st_mtime) > TURN_EXPIRES_S:
+            if abs(time.time() - lock.stat().st_mtime) > TURN_EXPIRES_S or _has_died(lock.read_text()):
                 lock.unlink(missing_ok=True)
-        os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        os.write(handle, f"{socket.gethostname()} {os.getpid()}".encode())
+        os.close(handle)
     except FileExistsError:
         return False
     except OSError:
         return True
     return True
+
+
+def _has_died(holder: str) -> bool:
+    """Whether the process that took the turn ran on this host and does no more."""
+    host, _, pid = holder.partition(" ")
+    return host == socket.gethostname() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
 
 
 class Accounting:
