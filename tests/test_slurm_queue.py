@@ -179,7 +179,6 @@ def test_while_one_asks_the_others_use_the_last_answer(site: Callable[..., Path]
     assert not turn.exists()
 
 
-@pytest.mark.parametrize("text", ["", "garbage", "tula_hpc-squeue-0 1.0 answered\n7_0|FAILED|None||x\n"])
 def test_the_turn_of_a_process_that_was_killed_passes_on_at_once(site: Callable[..., Path], tmp_path: Path):
     """On the host of its holder a lock that nobody holds any more does not make others wait."""
     log = site("squeue", ROW)
@@ -193,6 +192,7 @@ def test_the_turn_of_a_process_that_was_killed_passes_on_at_once(site: Callable[
     assert calls(log) == 2
 
 
+@pytest.mark.parametrize("text", ["", "garbage", "tula_hpc-squeue-0 1.0 answered\n7_0|FAILED|None||x\n"])
 def test_a_file_that_makes_no_sense_is_replaced(site: Callable[..., Path], tmp_path: Path, text: str):
     """Torn, empty or of another version: it is asked again."""
     site("squeue", ROW)

@@ -183,7 +183,7 @@ def test_what_slurm_would_refuse_is_told_before_anything_is_submitted(slurm: Thr
     before = len(slurm.squeue("NAME"))
     answer = tula(tmp_path, *SMALL, "cluster.memory_gib=400")
     assert answer.returncode == 1
-    for words in ("1 nodes:", "2 nodes:", "4 nodes:", "nothing was submitted"):
+    for words in ("1 node:", "2 nodes:", "4 nodes:", "nothing was submitted"):
         assert words in answer.stderr
     assert "Memory specification" in answer.stderr or "node configuration" in answer.stderr
     assert len(slurm.squeue("NAME")) == before

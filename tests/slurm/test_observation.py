@@ -188,7 +188,7 @@ def test_accounting_tells_how_forgotten_jobs_ended(
     for _ in range(10):
         assert {seen.state for seen in (away.states(ends) or {}).values()} == {QueueState.absent}
     assert calls() <= asked + 1
-    assert away.find("tula-lost", 0, run_folder.attempt("train", 1)) is None
+    assert away.find("tula-lost", 0, [run_folder.attempt("train", 1)], False) is None
 
     slurm.start_accounting()
     wait_for(away, ends)
@@ -196,7 +196,7 @@ def test_accounting_tells_how_forgotten_jobs_ended(
     wait_for(away, ends)
     assert calls() == asked
     run_folder.scheduler.mkdir()
-    assert scheduler().find("tula-lost", 0, run_folder.attempt("train", 1)) == good
+    assert scheduler().find("tula-lost", 0, [run_folder.attempt("train", 1)], False) == good
 
 
 def test_more_elements_than_an_array_may_have_are_a_limit(

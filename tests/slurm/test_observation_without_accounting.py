@@ -38,7 +38,7 @@ def test_a_job_is_followed_from_waiting_to_forgotten(
     wait_for(controller, {job: QueueState.completed})
     late = SlurmScheduler(settings, run_folder)
     wait_for(late, {job: QueueState.absent})
-    assert late.find("nothing", 0, run_folder.attempt("train", 1)) is None
+    assert late.find("nothing", 0, [run_folder.attempt("train", 1)], False) is None
 
 
 def test_a_whole_run_needs_no_accounting(slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]):
