@@ -104,6 +104,7 @@ terminated = RankError("terminated", "SIGTERM came 40 s after the start")
         (evidence(), Verdict.failed),
         (evidence(shares_job=True, started=False), Verdict.never_started),
         (evidence(shares_job=True, started=False, queue=QueueState.timeout), Verdict.never_started),
+        (evidence(shares_job=True, started=False, queue=QueueState.absent, was_waiting=True), Verdict.cancelled),
         (evidence(shares_job=True, started=False, queue=QueueState.out_of_memory), Verdict.never_started),
         (evidence(shares_job=True, started=False, queue=QueueState.cancelled), Verdict.cancelled),
         (evidence(shares_job=True, queue=QueueState.timeout), Verdict.timeout),

@@ -27,7 +27,16 @@ class SubmissionRejected(TulaError):
 
 
 class SubmissionLimited(SubmissionRejected):
-    """The scheduler takes no more jobs of this user now, or not so many at once; it may later."""
+    """The scheduler takes no more jobs of this user now, or not so many at once; it may later.
+
+    Args:
+        message: With the scheduler's words.
+        counts_others: Jobs of other users count, too, so that waiting may help although this user has none.
+    """
+
+    def __init__(self, message: str, counts_others: bool = False):
+        super().__init__(message)
+        self.counts_others = counts_others
 
 
 class SubmissionUnknown(TulaError):

@@ -145,7 +145,7 @@ def test_a_frozen_slurm_is_silent_and_recovers(slurm: ThrowawaySlurm, scheduler:
     slurm.freeze_controller()
     wait_until(lambda: controller.states([job]) is None, 30, "the silence to be noticed")
     with pytest.raises(SchedulerSilent):
-        controller.find("tula-nothing", 0, controller._run.attempt("train", 1))
+        controller.find("tula-nothing", 0, [controller._run.attempt("train", 1)], False)
     assert controller.jobs_in_queue() is None
     slurm.thaw_controller()
     wait_for(controller, {job: QueueState.running})

@@ -8,7 +8,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ from tula_hpc.control.packing import Submission, submissions
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import Display
-from tula_hpc.errors import RecordError, SubmissionRejected, TulaError
+from tula_hpc.display import Display, count
+from tula_hpc.errors import RecordError, SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
 from tula_hpc.models.queue_wait import Wait, given_waits
@@ -59,6 +59,7 @@ class Controller:
         self.journal = Journal(self.run.journal)
         self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler, self.heartbeat)
         self.next_steps = NextSteps(self.settings, self.journal, self.jobs, self.display.say)
+        self._refused: set[Candidate] = set()
         self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
     def go(self) -> None:
@@ -107,6 +108,8 @@ class Controller:
 
     def _profile(self) -> None:
         """Measure what the search asks for, round by round; a round may depend on what did not fit in the last."""
+        for why in self.jobs.distrust_damaged():
+            self.display.say(f"to be measured again: {why}")
         self.shared.take_over_all()
         grid = self.settings.grid_candidates()
         began, done_before = time.monotonic(), len(self._measured())
@@ -114,7 +117,7 @@ class Controller:
         while True:
             measured, infeasible = self._measured(), self._infeasible()
             wanted = next_candidates(
-                self.settings.search.mode.name, grid, measured | self.next_steps.given_up(), infeasible
+                self.settings.search.mode.name, grid, measured | self.next_steps.given_up() | self._refused, infeasible
             )
             running = self.journal.state().open
             if not wanted and not running:
@@ -122,7 +125,7 @@ class Controller:
             running_jobs = {a.job for a in running}
             wanted = [c for c in wanted if profile_job(c) not in running_jobs]
             wanted, elsewhere = self.shared.divide(wanted)
-            self._submit_profiling(wanted)
+            all_submitted = self._submit_profiling(wanted)
             total = len(measured) + len(wanted) + len(running)
 
             def on_look(looks: list[Look], total: int = total) -> None:
@@ -133,7 +136,8 @@ class Controller:
                 self.display.jobs("profiling", looks, done, total, (total - done) / rate if rate else None)
 
             self.jobs.wait(on_look, self.display.silence)
-            self.shared.wait_for(elsewhere)
+            if all_submitted:  # else another run may wait for what this one has claimed and not submitted
+                self.shared.wait_for(elsewhere)
             for attempt in self.journal.state().attempts.values():
                 if attempt.key not in told and attempt.verdict not in (Verdict.success, Verdict.skipped):
                     self._tell_end(attempt)
@@ -153,20 +157,44 @@ class Controller:
             return submissions(self.settings, ProfilingKind.array, candidates, None)
         return submissions(self.settings, kind, candidates, self.scheduler.longest_job_min())
 
-    def _submit_profiling(self, wanted: list[Candidate]) -> None:
-        """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round."""
-        round_of_jobs = self.submissions(self.settings.profiling.kind, wanted)
-        self.jobs.refuse_what_would_be_rejected(round_of_jobs)
-        for submission in [part for whole in round_of_jobs for part in self.next_steps.by_memory(whole)]:
-            while (too_many := self.jobs.submit("profile", submission)) is not None:
-                self.display.waiting("profiling jobs", too_many)
-                if self.journal.state().open:
-                    return
-                self._wait_for_room(too_many)
+    def _submit_profiling(self, wanted: list[Candidate]) -> bool:
+        """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round.
 
-    def _wait_for_room(self, reason: str) -> None:
-        if not self.jobs.wait_for_room():
-            raise SubmissionRejected(f"{reason}\nNo job of yours is queued, so waiting would not help.")
+        Returns:
+            Whether all were submitted.
+
+        Raises:
+            SubmissionRejected: If nothing is measured or running and the scheduler refuses what is to be submitted.
+        """
+        whole = self.submissions(self.settings.profiling.kind, wanted)
+        parts = self._acceptable([part for submission in whole for part in self.next_steps.by_memory(submission)])
+        for part in parts:
+            while (limit := self.jobs.submit("profile", part)) is not None:
+                self.display.waiting("profiling jobs", str(limit))
+                if self.journal.state().open:
+                    return False
+                self._wait_for_room(limit)
+        return True
+
+    def _acceptable(self, parts: list[Submission]) -> list[Submission]:
+        """The submissions that the scheduler would take. The candidates of the others are given up for this time if
+        there is anything else to go on with."""
+        reasons = {i: self.jobs.why_rejected("profile", part) for i, part in enumerate(parts)}
+        refused = {i: reason for i, reason in reasons.items() if reason is not None}
+        lines = [f"{count(parts[i].num_nodes, 'node')}{_memory_words(parts[i])}: {why}" for i, why in refused.items()]
+        is_first_round = not self._measured() and not self.journal.state().open
+        if refused and is_first_round:
+            raise SubmissionRejected(
+                f"{self.scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(lines)
+            )
+        for line in lines:
+            self.display.say(f"{self.scheduler.name} would not accept a job, which is left out: {line}")
+        self._refused |= {candidate for i in refused for candidate in parts[i].candidates}
+        return [part for i, part in enumerate(parts) if i not in refused]
+
+    def _wait_for_room(self, limit: SubmissionLimited) -> None:
+        if not self.jobs.wait_for_room(limit):
+            raise SubmissionRejected(f"{limit}\nNo job of yours is queued, so waiting would not help.")
 
     def _tell_end(self, attempt: Attempt) -> None:
         assert attempt.verdict is not None
@@ -176,7 +204,7 @@ class Controller:
     def _drop_larger_batches(self, looks: list[Look]) -> None:
         """What did not fit with one batch need not be tried with a larger one on the same nodes."""
         for look in looks:
-            if look.verdict not in self.next_steps.out_of_memory_verdicts:
+            if look.verdict not in self.jobs.too_large:
                 continue
             failed = look.attempt
             larger = [
@@ -197,7 +225,7 @@ class Controller:
     def _infeasible_because(self) -> dict[Candidate, str]:
         """Candidates that did not fit in memory, and what was seen."""
         state = self.journal.state()
-        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self.next_steps.out_of_memory_verdicts)}
+        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self.jobs.too_large)}
         for attempt in _profiled(state, {Verdict.success}):
             if self.jobs.point(attempt)["allocator_retries"] > 0:
                 found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
@@ -207,7 +235,7 @@ class Controller:
         """Candidates that ended without a measurement for other reasons than memory: nobody knows whether they work."""
         state = self.journal.state()
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
-        skipped = {Verdict.success, Verdict.skipped, None, *self.next_steps.out_of_memory_verdicts}
+        skipped = {Verdict.success, Verdict.skipped, None, *self.jobs.too_large}
         return {
             self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
@@ -229,7 +257,7 @@ class Controller:
             form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
             for form in ("overlap", "additive")
         }
-        ran_out = _profiled(self.journal.state(), self.next_steps.out_of_memory_verdicts)
+        ran_out = _profiled(self.journal.state(), self.jobs.too_large)
         out_of_memory = [a.batch_per_rank for a in ran_out]
         memory = fit_memory(table, out_of_memory)
         fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
@@ -324,9 +352,9 @@ class Controller:
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
                 training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
-                while (too_many := self.jobs.submit(TRAIN, training)) is not None:
-                    self.display.waiting("the training", too_many)
-                    self._wait_for_room(too_many)
+                while (limit := self.jobs.submit(TRAIN, training)) is not None:
+                    self.display.waiting("the training", str(limit))
+                    self._wait_for_room(limit)
             self.jobs.wait(self._show_training, self.display.silence)
             last = self.journal.state().last(TRAIN)
             assert last is not None
@@ -364,15 +392,11 @@ class Controller:
         write_report(self.run)
 
 
-def first_round(controller: Controller) -> list[Candidate]:
-    """What the first round of profiling would measure if nothing was measured yet."""
-    grid = controller.settings.grid_candidates()
-    return next_candidates(controller.settings.search.mode.name, grid, set(), set())
-
-
 def profiling_requests(controller: Controller) -> list[tuple[JobRequest, Submission]]:
     """What the first round of profiling would submit if nothing was measured yet."""
-    wanted = controller.submissions(controller.settings.profiling.kind, first_round(controller))
+    settings = controller.settings
+    first = next_candidates(settings.search.mode.name, settings.grid_candidates(), set(), set())
+    wanted = controller.submissions(settings.profiling.kind, first)
     return [(controller.jobs.request("profile", *submission), submission) for submission in wanted]
 
 
@@ -389,7 +413,11 @@ def price_of(settings: Settings) -> Price:
     return NodeHourPrice(pricing.price_per_node_hour)
 
 
-def _profiled(state: State, verdicts: set[Verdict]) -> list[Attempt]:
+def _memory_words(submission: Submission) -> str:
+    return "" if submission.memory_gib is None else f" with {submission.memory_gib:.1f} GiB each"
+
+
+def _profiled(state: State, verdicts: Collection[Verdict]) -> list[Attempt]:
     return [a for a in state.attempts.values() if a.job != TRAIN and a.verdict in verdicts]
 
 

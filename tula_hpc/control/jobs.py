@@ -15,12 +15,14 @@ from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.packing import Submission
 from tula_hpc.control.scheduler import JobRequest, Scheduler, Seen
 from tula_hpc.control.verdicts import Evidence, QueueState, RankError, Verdict, conclude
-from tula_hpc.display import count, duration
-from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, SubmissionRejected, SubmissionUnknown
+from tula_hpc.display import duration
+from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
 
 TRAIN = "train"
+ROOM_PATIENCE_S = 600.0
+"""How long to wait for the end of a job before a full queue is tried again all the same."""
 
 
 def profile_job(candidate: Candidate) -> str:
@@ -67,8 +69,6 @@ class Jobs:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
-        self._last_seen: dict[tuple[str, int], QueueState] = {}
-        """Where each attempt was when this controller last saw it in the queue."""
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Last heartbeat of each running attempt, and when it was first seen."""
         self._points: dict[tuple[str, int], dict[str, Any]] = {}
@@ -108,22 +108,10 @@ class Jobs:
             one_after_another=one_after_another,
         )
 
-    def refuse_what_would_be_rejected(self, submissions: list[Submission]) -> None:
-        """Ask the scheduler about every submission of a round of profiling before the first is made.
-
-        Raises:
-            SubmissionRejected: With the scheduler's words for each that it would refuse.
-        """
-        reasons = []
-        for submission in submissions:
-            request = self._without_needless_exclusions(self.request("profile", *submission))
-            reason = self._scheduler.why_rejected(request)
-            if reason is not None:
-                reasons.append(f"{count(submission.num_nodes, 'node')}: {reason}")
-        if reasons:
-            raise SubmissionRejected(
-                f"{self._scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(reasons)
-            )
+    def why_rejected(self, kind: str, submission: Submission) -> str | None:
+        """The scheduler's words if it would refuse a submission; nothing is written or submitted."""
+        self._heartbeat()
+        return self._scheduler.why_rejected(self._without_needless_exclusions(self.request(kind, *submission)))
 
     def _without_needless_exclusions(self, request: JobRequest) -> JobRequest:
         """The request, on any host again if there are not enough without those that broke down."""
@@ -131,19 +119,16 @@ class Jobs:
             return request
         return replace(request, excluded_hosts=())
 
-    def submit(self, kind: str, submission: Submission) -> str | None:
+    def submit(self, kind: str, submission: Submission) -> SubmissionLimited | None:
         """Submit attempts at all candidates, in as few submissions as the scheduler's limits allow.
 
         Args:
             kind: `profile` or `train`; a training is submitted alone.
             submission: What to run, and how.
 
-
-        The arguments are those of `request`.
-
         Returns:
-            None if all were submitted; else the scheduler's words on why it takes no more now. What is left out stays
-            without an attempt and is submitted by a later call.
+            None if all were submitted; else why the scheduler takes no more now. What is left out is submitted by a
+            later call.
 
         Raises:
             SubmissionRejected: If the scheduler refuses for good; the attempts are then on record as never started.
@@ -157,7 +142,7 @@ class Jobs:
                 self._submit_together(kind, submission._replace(candidates=left[:size]))
             except SubmissionLimited as limit:
                 if size == 1 or submission.one_after_another:
-                    return str(limit)
+                    return limit
                 size //= 2
             else:
                 left = left[size:]
@@ -168,6 +153,7 @@ class Jobs:
 
         Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
         """
+        self._heartbeat()
         request = self._without_needless_exclusions(self.request(kind, *submission))
         attempts = []
         with self._journal.together():
@@ -200,13 +186,25 @@ class Jobs:
 
     def more_memory_gib(self, attempt: Attempt) -> float | None:
         """Host memory for the next attempt after one that was killed for its lack: twice as much, as far as nodes and
-        `cluster.max_memory_gib` go; None if there is no more, or nobody knows how much the attempt had."""
+        `cluster.max_memory_gib` go, or all where it had what the site gives by itself; None if there is no more."""
         cluster = self._settings.cluster
         had = attempt.memory_gib or cluster.memory_gib
         limit = cluster.max_memory_gib or self._scheduler.memory_gib_per_node()
         if had is None or limit is None:
-            return None
+            return limit
         return min(2 * had, limit) if limit > 1.05 * had else None
+
+    def allowed_gib(self, memory_gib: float | None) -> float | None:
+        """Host memory that was asked for before, within a limit that may have been set since."""
+        limit = self._settings.cluster.max_memory_gib
+        return memory_gib if memory_gib is None or limit is None else min(memory_gib, limit)
+
+    @property
+    def too_large(self) -> frozenset[Verdict]:
+        """Ends that say that a batch is too large. A host that ran out of memory says so only of a batch that is
+        computed on it; the batch of a GPU is not to blame."""
+        on_gpu = self._settings.cluster.gpus_per_node > 0
+        return frozenset({Verdict.cuda_oom} if on_gpu else {Verdict.cuda_oom, Verdict.host_oom})
 
     def _write_request(
         self, kind: str, candidate: Candidate, folder: AttemptFolder, time_limit_min: int | None
@@ -239,21 +237,25 @@ class Jobs:
         with self._journal.together():
             for attempt in open_attempts:
                 seen = states[attempt.job_id] if attempt.job_id else Seen(QueueState.absent)
-                if attempt.ending is not None and seen.state.active:
-                    self._cancel_jobs_of([attempt])  # the scheduler may not have heard it
-                elif seen.state is QueueState.running:
-                    self._end_if_hung(attempt)
-                if seen.state.active:
-                    self._last_seen[attempt.key] = seen.state
-                may_be_over = not seen.state.active or (attempt.one_after_another and self._is_measured(attempt))
-                verdict = self._judge(attempt, seen) if may_be_over else None
+                over = not seen.state.active or (attempt.one_after_another and self._is_over(attempt))
+                verdict = self._judge(attempt, seen) if over else None
+                if not over:
+                    self._unheard_since.pop(attempt.key, None)
+                    self._see_to(attempt, seen.state)
                 looks.append(Look(attempt, self._as_shown(attempt, seen), verdict))
         return looks
 
+    def _see_to(self, attempt: Attempt, state: QueueState) -> None:
+        """End an attempt in the queue that is to end, or hangs."""
+        if attempt.ending is not None:
+            self._cancel_jobs_of([attempt])  # the scheduler may not have heard it
+        elif state is QueueState.running and not (attempt.one_after_another and not self._has_begun(attempt)):
+            self._end_if_hung(attempt)
+        else:
+            self._beats.pop(attempt.key, None)  # a suspended job has no heartbeat
+
     def _end_if_hung(self, attempt: Attempt) -> None:
         """End a running attempt that has shown no sign of progress for too long, and with it its job."""
-        if attempt.one_after_another and (not self._has_begun(attempt) or self._is_over(attempt)):
-            return
         try:
             heartbeat = read_json(self._run.attempt(attempt.job, attempt.number).heartbeat)
         except RecordError:
@@ -263,10 +265,14 @@ class Jobs:
         if beat != heartbeat["beat"]:
             self._beats[attempt.key] = heartbeat["beat"], time.monotonic()
         elif time.monotonic() - since > limit_s:
-            why = f"no sign of progress for {duration(limit_s)} (cluster.hang_timeout_min), last seen"
-            self.end([attempt], Verdict.hung, f"{why} {heartbeat['doing']}")
-            others = [a for a in self._journal.state().open if a.job_id == attempt.job_id and a.ending is None]
-            self.end(others, Verdict.never_started, f"its job was ended because {attempt.job} hung")
+            others = [a for a in self._journal.state().open if a.job_id == attempt.job_id and a.key != attempt.key]
+            for other in others:  # first, so that after a crash in between the one that hangs is found again
+                self._journal.ending(other, Verdict.never_started, f"its job was ended because {attempt.job} hung")
+            why = (
+                f"no sign of progress for {duration(limit_s)}, last seen {heartbeat['doing']}; if that is normal, "
+                "raise cluster.hang_timeout_min"
+            )
+            self.end([attempt], Verdict.hung, why)
 
     def _looked_for(self, attempt: Attempt) -> Attempt:
         """An attempt whose submission nobody recorded, with its id if the queue knows its tag."""
@@ -281,11 +287,12 @@ class Jobs:
 
     def _judge(self, attempt: Attempt, seen: Seen) -> Verdict | None:
         """The verdict on an attempt that is no longer in the queue; None while its files may still be on their way."""
-        evidence = self._evidence(attempt, seen.state)
+        evidence = self._evidence(attempt, seen)
         passed_over = None if evidence.started else self._passed_over(attempt)
         first_seen = self._unheard_since.setdefault(attempt.key, time.monotonic())
-        files_may_come = seen.state in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
-        known = evidence.complete or passed_over is not None or attempt.ending is not None
+        files_may_come = evidence.queue in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
+        ended_by_us = attempt.ending is not None and attempt.job_id is not None
+        known = evidence.complete or passed_over is not None or ended_by_us
         if files_may_come and not known and time.monotonic() - first_seen < self._scheduler.file_lag_s:
             return None
         verdict, reason = passed_over or conclude(evidence)
@@ -312,7 +319,7 @@ class Jobs:
             a.batch_per_rank
             for a in self._journal.state().attempts.values()
             if a.tag == attempt.tag and a.num_nodes == attempt.num_nodes and a.batch_per_rank < attempt.batch_per_rank
-            if a.one_after_another and a.verdict is not None and a.verdict.out_of_memory
+            if a.one_after_another and a.verdict in self.too_large
         ]
         return (Verdict.skipped, f"batch {min(smaller)} a rank already ran out of memory") if smaller else None
 
@@ -320,23 +327,19 @@ class Jobs:
         """Whether all ranks of an attempt have ended in a job that goes on with others."""
         return self._run.attempt(attempt.job, attempt.number).is_over(self.candidate(attempt).world_size)
 
-    def _is_measured(self, attempt: Attempt) -> bool:
-        return self._what_is_missing(attempt, self._run.attempt(attempt.job, attempt.number)) is None
-
-    def _evidence(self, attempt: Attempt, state: QueueState) -> Evidence:
+    def _evidence(self, attempt: Attempt, seen: Seen) -> Evidence:
         folder = self._run.attempt(attempt.job, attempt.number)
         missing = self._what_is_missing(attempt, folder)
-        if attempt.one_after_another and self._is_over(attempt):
-            state = QueueState.completed  # how the job ended later is not about this attempt
+        over_before = attempt.one_after_another and self._is_over(attempt)
         errors = tuple(RankError(error["kind"], error["message"]) for error in folder.errors()) if missing else ()
         return Evidence(
             complete=missing is None,
             started=folder.claim.exists(),
-            queue=state,
+            queue=QueueState.completed if over_before else seen.state,  # how the job ended later is not about this one
             rank_errors=errors,
             log_tail=self._scheduler.log_tail(folder, attempt.job_id or "") if missing else "",
             incomplete_because=missing or "",
-            was_waiting=self._last_seen.get(attempt.key) is QueueState.pending and state is QueueState.absent,
+            was_waiting=seen.was_waiting,
             near_its_limit=missing is not None and _near_its_limit(folder),
             shares_job=attempt.one_after_another,
         )
@@ -376,14 +379,30 @@ class Jobs:
         wanted = {a.job_id for a in self._journal.state().open if a.ending is None}
         self._scheduler.cancel({a.job_id for a in attempts if a.job_id} - wanted)
 
-    def wait_for_room(self) -> bool:
-        """Wait a moment for the scheduler to take more jobs; False if none of the user's are queued, so that no end of
-        any can make room."""
-        if self._scheduler.jobs_in_queue() == 0:
+    def wait_for_room(self, limit: SubmissionLimited) -> bool:
+        """Wait until the scheduler may take more jobs: one of the user's has ended, or some minutes have passed. False
+        if none of them are queued and the limit counts no others, so that no end of any can make room."""
+        deadline, before = time.monotonic() + ROOM_PATIENCE_S, self._scheduler.jobs_in_queue()
+        if before == 0 and not limit.counts_others:
             return False
-        self._heartbeat()
-        time.sleep(self._scheduler.poll_interval_s)
+        while time.monotonic() < deadline:
+            self._heartbeat()
+            time.sleep(self._scheduler.poll_interval_s)
+            queued = self._scheduler.jobs_in_queue()
+            if before is not None and queued is not None and queued < before:
+                break
         return True
+
+    def distrust_damaged(self) -> list[str]:
+        """Take back the success of attempts whose records cannot be read any more, and say which."""
+        damaged = []
+        for attempt in self._journal.state().attempts.values():
+            if attempt.job != TRAIN and attempt.verdict is Verdict.success:
+                why = self._what_is_missing(attempt, self._run.attempt(attempt.job, attempt.number))
+                if why is not None:
+                    self._journal.concluded(attempt, Verdict.incomplete, why)
+                    damaged.append(why)
+        return damaged
 
     def wait(
         self,

@@ -76,9 +76,9 @@ class State:
         """How many attempts at a job ended so since a user last started the controller."""
         return sum(a.verdict is verdict and a.start == self.start for a in self.of(job))
 
-    def got_on(self, tag: str) -> bool:
-        """Whether an attempt of a submission succeeded."""
-        return any(a.tag == tag and a.verdict is Verdict.success for a in self.attempts.values())
+    def verdicts_of(self, tag: str) -> set[Verdict | None]:
+        """How the attempts of a submission ended."""
+        return {a.verdict for a in self.attempts.values() if a.tag == tag}
 
     @property
     def broken_hosts(self) -> tuple[str, ...]:
@@ -181,6 +181,7 @@ class Journal:
     def ending(self, attempt: Attempt, verdict: Verdict, reason: str) -> None:
         """The scheduler is about to be told to end an attempt, and this is why."""
         self._append("ending", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason)
+        sync_folder(self._folder)  # also inside `together`: a cancellation nobody knows the reason of is a user's
 
     def concluded(self, attempt: Attempt, verdict: Verdict, reason: str, broken_hosts: Collection[str] = ()) -> None:
         found = {"broken_hosts": sorted(broken_hosts)} if broken_hosts else {}

@@ -37,12 +37,6 @@ class NextSteps:
 
     # --- profiling ------------------------------------------------------------------------------------------------
 
-    @property
-    def out_of_memory_verdicts(self) -> set[Verdict]:
-        """Ends that say that a batch is too large. A host that ran out of memory says so only of a batch that is
-        computed on it; the batch of a GPU is not to blame."""
-        return {Verdict.cuda_oom} if self.settings.cluster.gpus_per_node > 0 else {Verdict.cuda_oom, Verdict.host_oom}
-
     def given_up(self) -> set[Candidate]:
         """Candidates that ended without a measurement for reasons other than memory, and are not to be run again.
 
@@ -58,10 +52,13 @@ class NextSteps:
                 again = self._may_be_resubmitted(last)
             elif ended in RETRIES_IN_PROFILING:
                 again = again or state.endings(last.job, ended) <= RETRIES_IN_PROFILING[ended]
-                # its job had time for others only; what is left is less each time
-                again = again or (ended is Verdict.never_started and state.got_on(last.tag))
+                # its job had time for others only; those that had their turn are bounded by their own ends
+                others = last.one_after_another and state.verdicts_of(last.tag) != {Verdict.never_started}
+                again = again or (ended is Verdict.never_started and others)
                 again = again and (ended is not Verdict.host_oom or self.jobs.more_memory_gib(last) is not None)
-            if not again and ended not in self.out_of_memory_verdicts:
+            elif ended is Verdict.timeout and last.one_after_another:  # it may have begun late
+                again = again or Verdict.success in state.verdicts_of(last.tag)
+            if not again and ended not in self.jobs.too_large:
                 found.add(candidate)
         return found
 
@@ -71,7 +68,7 @@ class NextSteps:
         wanted: dict[float | None, list[Candidate]] = {}
         for candidate in submission.candidates:
             last = self.journal.state().last(profile_job(candidate))
-            memory_gib = None if last is None else last.memory_gib
+            memory_gib = None if last is None else self.jobs.allowed_gib(last.memory_gib)
             if last is not None and last.verdict is Verdict.host_oom:
                 memory_gib = self.jobs.more_memory_gib(last)
             wanted.setdefault(memory_gib, []).append(candidate)
@@ -82,8 +79,8 @@ class NextSteps:
     def training_may_go_on(self, last: Attempt, progressed: bool) -> bool:
         """Whether the training is started again after this end of it."""
         assert last.verdict is not None
-        if last.verdict is Verdict.timeout and progressed:  # a long training needs several jobs
-            return True
+        if progressed and last.verdict in (Verdict.timeout, Verdict.preempted, Verdict.node_failure):
+            return True  # a long training needs several jobs
         if last.verdict is Verdict.cancelled:
             return self._may_be_resubmitted(last)
         relaunches = self.journal.state().endings(TRAIN, last.verdict)
@@ -115,15 +112,15 @@ class NextSteps:
             if memory_gib is not None:
                 self.say(f"relaunching with {memory_gib:.1f} GiB of host memory on each node")
                 return candidate, memory_gib
-            if Verdict.host_oom not in self.out_of_memory_verdicts:
+            if Verdict.host_oom not in self.jobs.too_large:
                 raise TulaError(
                     f"the training was killed for lack of host memory ({last.reason}), and there is no more to ask "
                     "for; a smaller batch would not help its GPUs. Set cluster.memory_gib, raise "
                     "cluster.max_memory_gib, or lower data.loader_workers"
                 )
         if last.verdict is not None and last.verdict.out_of_memory:
-            return self._next_smaller(candidate, last.reason), last.memory_gib
-        return candidate, last.memory_gib
+            return self._next_smaller(candidate, last.reason), self.jobs.allowed_gib(last.memory_gib)
+        return candidate, self.jobs.allowed_gib(last.memory_gib)
 
     def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
         """The next smaller batch of the same cluster; derived from the batch that failed, whatever came before."""

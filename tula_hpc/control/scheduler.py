@@ -41,6 +41,8 @@ class Seen:
     """The scheduler's reason for letting it wait, such as `Resources`; empty if it gives none."""
     hosts: tuple[str, ...] = ()
     """The hosts it was given."""
+    was_waiting: bool = False
+    """It is gone, and waited so short a time before that it cannot have run meanwhile: somebody took it out."""
 
 
 class Scheduler(Protocol):

@@ -34,6 +34,7 @@ _NO_ANSWER = re.compile(
 _FULL = re.compile(r"[^;\n]*(unable to accept job|queue full|creation temporarily disabled)[^;\n]*", re.IGNORECASE)
 _FULL_AT_LAST = "Resource temporarily unavailable"
 _TOO_MANY = re.compile(r"invalid job array specification|submit\w*limit|job violates accounting/qos", re.IGNORECASE)
+_OF_ALL_USERS = re.compile(r"Grp|unable to accept job|queue full|temporarily", re.IGNORECASE)
 # Accounting's refusals end in one sentence for all limits; most versions name the one that was meant before it.
 _NAMED_LIMIT = re.compile(r"\b(?:Assoc|QOS)\w+Limit\b")
 
@@ -112,6 +113,8 @@ class SlurmScheduler:
             message = sentence(str(error))
             meaning = refusal(message)
             words = "sbatch got no answer" if meaning is SubmissionUnknown else "Slurm does not accept the job"
+            if meaning is SubmissionLimited:
+                raise SubmissionLimited(f"{words}: {message}", _OF_ALL_USERS.search(message) is not None) from None
             raise meaning(f"{words}: {message}") from None
         job_ids = [job.job_id for job in jobs]
         self._queue.expect(job_ids)

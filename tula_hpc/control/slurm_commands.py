@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import re
 import shutil
@@ -101,8 +102,14 @@ def _config_number(key: str) -> int | None:
 
 def poll_interval_s(wished_s: float) -> float:
     """Seconds between two looks at the queue: as wished, but three before Slurm forgets a job that has ended."""
-    forgets_after_s = _config_number("MinJobAge")
-    return min(wished_s, max(1.0, forgets_after_s / 3)) if forgets_after_s else wished_s  # 0: it never forgets
+    forgets_s = forgets_after_s()
+    return min(wished_s, max(1.0, forgets_s / 3)) if forgets_s is not None else wished_s
+
+
+def forgets_after_s() -> float | None:
+    """How long Slurm tells of a job that has ended; infinite if it never forgets, None if it does not say."""
+    age_s = _config_number("MinJobAge")
+    return math.inf if age_s == 0 else age_s
 
 
 def has_accounting() -> bool:

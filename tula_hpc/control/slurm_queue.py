@@ -7,6 +7,7 @@ behind it, is shared with everybody else. Accounting is a second opinion on jobs
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import socket
@@ -288,6 +289,8 @@ class SlurmQueue:
         self._accounting = Accounting(wished_interval_s)
         self._known_since: dict[str, float] = {}
         self._last_seen: dict[str, Seen] = {}
+        self._told_at: dict[str, float] = {}
+        """When the squeue began that last had a row of the job."""
         self._missed_at: dict[str, float] = {}
         self._looked_for: set[str] = set()
 
@@ -314,13 +317,19 @@ class SlurmQueue:
         if entry is not None:
             self._missed_at.pop(job_id, None)
             self._last_seen[job_id] = entry.seen
+            self._told_at[job_id] = snapshot.asked_at
             return entry.seen
         last = self._last_seen.get(job_id, Seen(QueueState.pending))
         if not last.state.active or snapshot.asked_at <= self._known_since[job_id] + CLOCK_SKEW_S:
             return last
         # once may be an answer of a Slurm that has just come back and does not know all its jobs yet
-        missed_twice = self._missed_at.setdefault(job_id, snapshot.asked_at) != snapshot.asked_at
-        return Seen(QueueState.absent, hosts=last.hosts) if missed_twice else last
+        missed_at = self._missed_at.setdefault(job_id, snapshot.asked_at)
+        if missed_at == snapshot.asked_at:
+            return last
+        # had it run meanwhile, Slurm would still tell of its end
+        gap_s = missed_at - self._told_at.get(job_id, -math.inf)
+        waited = last.state is QueueState.pending and gap_s < (slurm_commands.forgets_after_s() or 0.0)
+        return Seen(QueueState.absent, hosts=last.hosts, was_waiting=waited)
 
     def named(self, name: str) -> list[str] | None:
         """Ids of the jobs of that name, asked for after the first call with it; None if squeue could not be asked."""

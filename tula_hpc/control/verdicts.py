@@ -33,6 +33,7 @@ class QueueState(Enum):
 
     pending = "pending"
     running = "running"
+    suspended = "suspended"
     completed = "completed"
     failed = "failed"
     out_of_memory = "out_of_memory"
@@ -45,7 +46,7 @@ class QueueState(Enum):
 
     @property
     def active(self) -> bool:
-        return self in (QueueState.pending, QueueState.running)
+        return self in (QueueState.pending, QueueState.running, QueueState.suspended)
 
 
 # Every base state of Slurm's job_state list (squeue's man page); what is not here counts as active, because a state
@@ -63,8 +64,8 @@ SLURM_STATES = {
     "RESIZING": QueueState.running,
     "SIGNALING": QueueState.running,
     "STAGE_OUT": QueueState.running,
-    "STOPPED": QueueState.running,
-    "SUSPENDED": QueueState.running,
+    "STOPPED": QueueState.suspended,
+    "SUSPENDED": QueueState.suspended,
     "COMPLETED": QueueState.completed,
     "FAILED": QueueState.failed,
     "REVOKED": QueueState.cancelled,
@@ -104,6 +105,7 @@ KILLED_FOR_MEMORY = re.compile(r"oom[_-]kill|oom killed|out of memory: killed pr
 WATCHDOG = re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE)
 # srun's words for a rank that the early warning met before it could listen.
 WARNED_TOO_EARLY = re.compile(r"user defined signal 2", re.IGNORECASE)
+WAS_TAKEN_OUT = "it was taken out of the queue while it waited"
 # What submitit says when nobody gave the job its work within a minute: the controller ended right after sbatch took it.
 NOTHING_TO_DO = re.compile("could not find submitted jobs in path")
 
@@ -148,6 +150,8 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     if evidence.shares_job and not evidence.started and not evidence.rank_errors:
         if evidence.queue is QueueState.cancelled:
             return Verdict.cancelled, "the scheduler says cancelled"
+        if evidence.was_waiting:
+            return Verdict.cancelled, WAS_TAKEN_OUT
         words = _log_end(evidence) if evidence.queue is QueueState.failed else ""
         return Verdict.never_started, "its turn did not come before the job ended" + words
     said = {error.kind: error.message for error in reversed(evidence.rank_errors)}  # the earliest of each kind
@@ -193,7 +197,7 @@ def _never_started(evidence: Evidence) -> tuple[Verdict, str]:
     if evidence.queue is QueueState.failed:
         return Verdict.failed, "the job failed before its work began" + _log_end(evidence)
     if evidence.was_waiting:  # Slurm keeps no trace of an array element that is cancelled before it starts
-        return Verdict.cancelled, "it was taken out of the queue while it waited"
+        return Verdict.cancelled, WAS_TAKEN_OUT
     return Verdict.never_started, "it left the queue without having started"
 
 

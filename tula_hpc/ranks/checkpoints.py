@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tula_hpc.runs import replacing
 
@@ -41,11 +42,29 @@ def all_of(folder: Path) -> list[Path]:
 
 
 def load_latest(folder: Path) -> dict[str, Any] | None:
-    """The newest checkpoint that can be read, on the CPU; a torn one is passed over. None if there is none."""
+    """The newest checkpoint that can be read, on the CPU; a torn one is passed over. None if there is none.
+
+    The first rank chooses for all: ranks that looked for themselves could find different ones on a network file system.
+    """
+    if not dist.is_initialized():
+        return _newest_readable(folder)[1]
+    path, state = _newest_readable(folder) if dist.get_rank() == 0 else (None, None)
+    chosen = [None if path is None else path.name]
+    dist.broadcast_object_list(chosen, src=0)
+    if dist.get_rank() != 0 and chosen[0] is not None:
+        state = _load(folder / chosen[0])
+    return state
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _newest_readable(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
     for path in reversed(all_of(folder)):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return path, _load(path)
         except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             print(f"checkpoint {path.name} cannot be read ({why}); trying the one before it", flush=True)
-    return None
+    return None, None

@@ -24,7 +24,9 @@ from pathlib import Path
 from types import FrameType
 
 from tula_hpc.candidates import Candidate
+from tula_hpc.errors import RecordError
 from tula_hpc.ranks.launch import Rank, this_rank
+from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, read_json, write_json
 
 POLL_S = 0.2
@@ -78,7 +80,7 @@ class _Turns:
                 print(f"rank {self.me.rank} has no part in {attempt.path}", flush=True)
                 continue
             if self.me.is_first:
-                why_not = self._why_not(candidate, any_ran)
+                why_not = self._why_not(attempt, candidate, any_ran)
                 write_json(attempt.turn(self.me.launch), {"why_not": why_not})
             else:
                 why_not = self._first_ranks_word(attempt)
@@ -89,12 +91,15 @@ class _Turns:
             print(f"{attempt.path} begins", flush=True)
             self._run(attempt, candidate.world_size)
             if self.me.is_first:
-                self._learn(attempt, candidate)
+                self._learn(attempt, candidate, request["settings"]["cluster"]["gpus_per_node"] > 0)
 
-    def _why_not(self, candidate: Candidate, any_ran: bool) -> str:
+    def _why_not(self, attempt: AttemptFolder, candidate: Candidate, any_ran: bool) -> str:
         """Why the attempt is not run; empty if it is. The first one always is: a job must get something done."""
         if self.warned and any_ran:
             return "the job's time is nearly up"
+        with contextlib.suppress(RecordError):  # in an earlier launch of the job
+            read_point(attempt, candidate)
+            return "it is measured already"
         smallest = self.ran_out.get(candidate.num_nodes)
         if smallest is not None and candidate.batch_per_rank > smallest:
             return f"batch {smallest} a rank already ran out of memory"
@@ -112,6 +117,7 @@ class _Turns:
 
     def _run(self, attempt: AttemptFolder, world_size: int) -> None:
         """Start this rank's process of the attempt and see it to its end."""
+        attempt.rank_end(self.me.rank).unlink(missing_ok=True)  # of an earlier launch of the job
         environment = {
             **os.environ,
             "TULA_RANK": str(self.me.rank),
@@ -182,7 +188,7 @@ class _Turns:
             },
         )
 
-    def _learn(self, attempt: AttemptFolder, candidate: Candidate) -> None:
+    def _learn(self, attempt: AttemptFolder, candidate: Candidate, on_gpu: bool) -> None:
         """Wait for the ends of all ranks, and remember the batch if it ran out of memory."""
         deadline = time.monotonic() + END_PATIENCE_S
         while not attempt.is_over(candidate.world_size) and time.monotonic() < deadline:
@@ -190,7 +196,9 @@ class _Turns:
                 sys.exit(128 + signal.SIGTERM)
             time.sleep(POLL_S)
             os.listdir(attempt.path)
-        if any(error["kind"] in ("cuda_oom", "host_oom") for error in attempt.errors()):
+        # the batch of a GPU is not to blame for the host's memory
+        too_large = ("cuda_oom",) if on_gpu else ("cuda_oom", "host_oom")
+        if any(error["kind"] in too_large for error in attempt.errors()):
             known = self.ran_out.get(candidate.num_nodes, candidate.batch_per_rank)
             self.ran_out[candidate.num_nodes] = min(known, candidate.batch_per_rank)
 

@@ -82,6 +82,10 @@ def train(
             _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
             raise TimeIsUp(f"{warning}; a checkpoint was written")
 
+    def on_evaluated_batch() -> None:
+        leave_if_warned(num_samples)
+        heartbeat.beat(f"evaluating, epoch {epoch + 1}")
+
     for epoch in range(first_epoch, hyper.epochs):
         torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
         sampler.set_epoch(epoch)
@@ -144,9 +148,7 @@ def train(
             # of the samples since the last start; unknown if it came after the epoch's last one
             "train_loss": loss_sum / count if count else math.nan,
             "train_top1": 100 * correct_sum / count if count else math.nan,
-            **evaluate(
-                settings, model, loss_fn, test_set, eval_batch, me, device, lambda: leave_if_warned(num_samples)
-            ),
+            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, on_evaluated_batch),
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
             "num_nodes": candidate.num_nodes,
