@@ -390,3 +390,32 @@ def test_one_element_of_a_lost_array_tells_the_ids_of_all(
     run_folder.scheduler.mkdir()
     scheduler = SlurmScheduler(tiny_settings(), run_folder)
     assert scheduler.find("tula-a", index, [run_folder.attempt("train", 1)], False) == job_id
+
+
+@pytest.mark.parametrize(
+    ("last_row", "gap_s", "was_waiting"),
+    [
+        ("7_0|PENDING|Priority||tula-a\n", 40, True),
+        ("7_0|PENDING|Priority||tula-a\n", 400, False),  # it may have run and been forgotten
+        ("7_0|RUNNING|None|n1|tula-a\n", 40, False),
+        ("", 40, False),  # a controller that comes later knows nothing of what was before
+    ],
+)
+def test_a_job_that_vanishes_while_it_waits_was_taken_out(
+    site: Callable[..., Path], clock: Clock, last_row: str, gap_s: float, was_waiting: bool
+):
+    """Only if it was seen waiting, so short before that Slurm would still tell of it had it run."""
+    site("squeue", last_row)
+    clock.now = 1000.0
+    queue = SlurmQueue(30)
+    queue.states(["7_0"])
+    site("squeue", "8|RUNNING|None|n1|other\n")
+    clock.now += gap_s
+    queue.states(["7_0"])
+    clock.now += 40
+    seen = queue.states(["7_0"])
+    if seen is not None and seen["7_0"].state is PENDING:  # the very first answer may have been too early to count
+        clock.now += 40
+        seen = queue.states(["7_0"])
+    assert seen is not None
+    assert seen["7_0"] == Seen(ABSENT, hosts=seen["7_0"].hosts, was_waiting=was_waiting)
