@@ -21,7 +21,11 @@ SMALL, LARGE = "profile/n001-b00032", "profile/n001-b00064"
 
 @pytest.fixture(scope="module")
 def slurm_settings() -> SlurmSettings:
-    return SlurmSettings(requeue_wait_s=10)
+    """With a partition whose jobs preempt those of the default one."""
+    preemption = ("PreemptType=preempt/partition_prio", "PreemptMode=CANCEL")
+    return SlurmSettings(
+        requeue_wait_s=10, extra_lines=(*preemption, "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP")
+    )
 
 
 @pytest.fixture
@@ -158,6 +162,24 @@ def test_a_preempted_training_goes_on_with_the_same_samples(slurm: ThrowawaySlur
     text = tula.finish()
     assert tula.verdicts("train") == ["preempted", "success"]
     assert "SIGUSR2 came" in text
+    assert [line["epoch"] for line in tula.run.read_metrics()] == [1, 2, 3]
+
+
+def test_a_training_that_slurm_preempts_goes_on_when_there_is_room(slurm: ThrowawaySlurm, tula: Tula):
+    """A job of a more urgent partition takes the nodes without a warning; the training goes on after it."""
+    tula.overrides += ["training.epochs=3"]
+    tula.start()
+    wait_for(tula.run.selection.exists, "the choice")
+    tula.switch_on("slow")
+    tula.wait_claimed("train")
+    wait_for(lambda: any(tula.run.checkpoints.glob("*.pt")), "a checkpoint")
+    slurm.run(
+        "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", f"--output={tula.folder}/urgent.log", "--wrap=:"
+    )
+    wait_for(lambda: tula.verdicts("train")[0] != "none", "the verdict")
+    tula.switch_off("slow")
+    tula.finish()
+    assert tula.verdicts("train") == ["preempted", "success"]
     assert [line["epoch"] for line in tula.run.read_metrics()] == [1, 2, 3]
 
 

@@ -200,6 +200,9 @@ class Controller:
         assert attempt.verdict is not None
         name = self.jobs.candidate(attempt).name
         self.display.say(f"{name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
+        if attempt.verdict is Verdict.failed:
+            logs = ["python", "-m", "tula_hpc", "logs", str(self.run.path), name]
+            self.display.say(f"  all it printed: {shlex.join(logs)}")
 
     def _drop_larger_batches(self, looks: list[Look]) -> None:
         """What did not fit with one batch need not be tried with a larger one on the same nodes."""
