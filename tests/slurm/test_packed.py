@@ -29,6 +29,7 @@ TINY = [
     "cluster=slurm",
     "cluster.memory_gib=1.5",
     "cluster.file_lag_s=5",
+    "cluster.poll_interval_s=0.5",
     "data.train_samples=1024",
     "search.warmup_steps=1",
     "search.timed_steps=3",
