@@ -86,11 +86,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))  # what is known of another site does not count
 
-    def make(name: str, text: str = "", code: int = 0) -> Path:
+    def make(name: str, text: str = "", code: int = 0, on_stderr: bool = False) -> Path:
         (folder / f"{name}.txt").write_text(text)
         log = folder / f"{name}.log"
         script = folder / f".{name}"
-        script.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\ncat "{folder}/{name}.txt"\nexit {code}\n')
+        script.write_text(
+            f'#!/bin/sh\necho "$@" >> "{log}"\ncat "{folder}/{name}.txt"{" >&2" if on_stderr else ""}\nexit {code}\n'
+        )
         script.chmod(0o755)
         script.replace(folder / name)
         return log

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tula_hpc.control import away
 from tula_hpc.control import lease as lease_module
 from tula_hpc.control.lease import EXPIRES_S, Lease, controlling
 from tula_hpc.errors import TulaError
@@ -130,3 +131,26 @@ def test_a_silent_holder_whose_job_has_ended_is_replaced(run_folder: RunFolder, 
     leave_a_lease(run_folder, host="node7", slurm_job="42", restart=0, refreshed=time.time() - 100)
     with controlling(run_folder):
         pass
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ended"),
+    [
+        ("42|COMPLETED\n", "42|RUNNING\n", True),
+        ("", "", True),
+        ("7|RUNNING\n", "42|PENDING\n", False),
+        ("42|RUNNING\n", "", False),
+        ("", None, False),
+        (None, "", False),
+    ],
+)
+def test_a_job_is_missed_twice_before_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, first: str | None, then: str | None, ended: bool
+):
+    """Seen among the ended, or lacking in two answers; a Slurm that does not answer says nothing. Then it is not asked
+    again for a while."""
+    answers = iter([first, then])
+    monkeypatch.setattr(away, "answer_of", lambda *command: next(answers))
+    monkeypatch.setattr(away, "ASKED_AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(away, "_has_ended", {})
+    assert [away.has_ended("42") for _ in range(3)] == [ended] * 3

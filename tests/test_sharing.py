@@ -7,15 +7,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, measurement_signature
+from tula_hpc.control import sharing
 from tula_hpc.control.jobs import profile_job
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.lease import controlling
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
-from tula_hpc.runs import RunFolder, write_json
+from tula_hpc.ranks.timings import read_point, write_rank
+from tula_hpc.runs import RunFolder, write_json, write_text
 
 POINT = Candidate(1, 32, 1)
 ATTEMPT = Attempt(profile_job(POINT), 1, "tag", 32, 1)
@@ -132,3 +136,106 @@ def test_what_was_taken_over_may_be_tried_again(tiny_settings: Callable[..., Set
         fail_at_the_point(one, Verdict.host_oom)
         assert shared(settings, two).divide([POINT]) == ([], [])
         assert shared(settings, two).divide([POINT]) == ([POINT], [])
+
+
+def measure(run: RunFolder, meta: dict[str, Any], number: int = 1) -> None:
+    """What a successful attempt at the point leaves, without its verdict."""
+    row = [0, 0.01, 0.03, 0.04, 0.005, 0.01, 0.1]
+    write_rank(run.attempt(ATTEMPT.job, number), 0, [row], {**meta, "world_size": 1, "batch_per_rank": 32})
+
+
+def test_a_record_is_taken_over_whole_and_under_a_tag_of_its_own(
+    tiny_settings: Callable[..., Settings], rank_meta: Callable[..., dict[str, Any]]
+):
+    """It takes the place of what a crash left there; by the other run's tag this one could cancel the other's job."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    measure(one, rank_meta())
+    fail_at_the_point(one, Verdict.success)
+    write_text(two.attempt(ATTEMPT.job, 1).rank_json(7), "left by a crash")
+    shared(settings, two).take_over_all()
+    attempt = Journal(two.journal).state().last(ATTEMPT.job)
+    assert attempt is not None
+    assert attempt.verdict is Verdict.success
+    assert attempt.tag.startswith("taken-")
+    folder = two.attempt(ATTEMPT.job, 1)
+    assert read_point(folder, POINT)["step_time_s"] == 0.1
+    assert list(folder.path.parent.iterdir()) == [folder.path]
+
+
+def test_a_torn_record_of_another_run_is_not_taken_over(
+    tiny_settings: Callable[..., Settings], rank_meta: Callable[..., dict[str, Any]]
+):
+    """Whatever the other run's journal says of it; nothing of it is left, and the point is measured here."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    measure(one, rank_meta())
+    fail_at_the_point(one, Verdict.success)
+    csv = one.attempt(ATTEMPT.job, 1).rank_csv(0)
+    csv.write_text(csv.read_text()[:-20])
+    points = shared(settings, two)
+    points.take_over_all()
+    assert points.divide([POINT]) == ([POINT], [])
+    assert Journal(two.journal).state().attempts == {}
+    assert list((two.path / ATTEMPT.job).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("begun", "gone", "left_to_it"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_claim_outlives_the_turns_of_a_controller_job(
+    tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, begun: bool, gone: bool, left_to_it: bool
+):
+    """While the job waits to go on with a point that its run has submitted, nobody else measures that."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    monkeypatch.setattr(sharing.away, "has_ended", lambda job_id: gone)
+    with controlling(one):
+        shared(settings, one).divide([POINT])
+        write_json(one.controller_job, {"job_id": "42"})
+        if begun:
+            Journal(one.journal).intend(ATTEMPT)
+    assert shared(settings, two).divide([POINT]) == (([], [POINT]) if left_to_it else ([POINT], []))
+
+
+def test_claims_in_another_users_folder_do_not_stop_a_run(
+    tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """Below a root that users share, the folder of the first may be closed to the second, who then measures alone."""
+    settings = tiny_settings()
+    run = make_run(settings, "one")
+
+    def closed(path: object, value: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(sharing, "write_json", closed)
+    assert shared(settings, run).divide([POINT]) == ([POINT], [])
+
+
+def test_waiting_reads_a_journal_again_only_when_it_has_grown(
+    tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """However many points of it are waited for, and however long."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    read: list[RunFolder] = []
+
+    def counted(folder: Any) -> Journal:
+        read.append(folder)
+        return Journal(folder)
+
+    looks = iter(range(5))
+
+    def heartbeat() -> None:
+        if next(looks) == 4:
+            fail_at_the_point(one, Verdict.host_oom)
+
+    monkeypatch.setattr(sharing, "LOOK_EVERY_S", 0.0)
+    wanted = settings.grid_candidates()[:3]
+    with controlling(one):
+        shared(settings, one).divide([POINT, *wanted])
+        points = shared(settings, two, heartbeat)
+        monkeypatch.setattr(sharing, "Journal", counted)
+        assert points.divide([POINT, *wanted]) == ([], [POINT, *wanted])
+        points.wait_for([POINT, *wanted])
+    assert read == [one.journal, one.journal]

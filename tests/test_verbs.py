@@ -10,18 +10,25 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tula_hpc.config import ControllerKind, ControllerSettings, Settings, signature
 from tula_hpc.control import away
+from tula_hpc.control.controller import Controller
+from tula_hpc.control.jobs import Jobs
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.lease import controlling
+from tula_hpc.control.local import LocalScheduler
+from tula_hpc.control.slurm import SlurmScheduler
 from tula_hpc.control.slurm_commands import Partition
 from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import Display
 from tula_hpc.overview import stage
+from tula_hpc.ranks.timings import write_rank
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
-from tula_hpc.starting import shown
+from tula_hpc.starting import RunCancelled, control, shown
 
 ROOT = Path(__file__).parents[1]
 # in the training until it is ended
@@ -95,8 +102,9 @@ def test_a_detached_run_is_cancelled_and_taken_up(tmp_path: Path, smallest: list
         assert attached.returncode == 1
         assert "the run was cancelled" in output
         assert not running_ranks(tmp_path)
-        assert [a.verdict for a in Journal(run.journal).state().of("train")][-1] is Verdict.cancelled
+        assert [a.ending for a in Journal(run.journal).state().of("train")][-1] is Verdict.cancelled
     assert "it goes on now" in output
+    assert "resubmit_cancelled: false" in run.config.read_text()  # a job cancelled alone stays so at the next start
     assert tula(elsewhere, "cancel", *name)[0] == 0
     assert "cancelled" in tula(elsewhere, "list", f"run_root={tmp_path}/runs")[1]
 
@@ -136,6 +144,94 @@ def test_a_run_that_ended_before_its_plan_is_told(run_folder: RunFolder):
     assert code == 1
     assert "no plan.json" in output
     assert "give that command again" in output
+
+
+def test_a_run_of_another_version_is_cancelled_but_not_gone_on_with(run_folder: RunFolder):
+    """A setting that this version does not know is named, with the file and the way out."""
+    planned(run_folder)
+    write_text(run_folder.config, "cluster: {kind: local, colour: green}")
+    for verb in ("attach", "report"):
+        code, output = tula(run_folder.path, verb, str(run_folder.path))
+        assert code == 1
+        for words in (str(run_folder.config), "cluster.colour", "Use the version that began the run"):
+            assert words in output
+        assert "Traceback" not in output
+    assert tula(run_folder.path, "cancel", str(run_folder.path))[0] == 0
+
+
+def test_cancel_does_not_say_that_jobs_ended_if_slurm_did_not_hear_it(
+    run_folder: RunFolder, command: Callable[..., Path]
+):
+    """A failing scancel ends cancel with its words, and the attempts are not on record as ended; one that only came
+    too late does not."""
+    planned(run_folder)
+    write_text(run_folder.config, "cluster: {kind: slurm}")
+    Journal(run_folder.journal).intend(Attempt("train", 1, f"{run_folder.tag}-train-n1-1-0a1b2c", 32, 1))
+    command("squeue", f"7|RUNNING|{run_folder.tag}-train-n1-1-0a1b2c\n")
+    for words, code in (("scancel: error: Unable to contact slurm controller", 1), ("", 1)):
+        command("scancel", words, code, on_stderr=True)
+        answer = tula(run_folder.path, "cancel", str(run_folder.path))
+        assert answer[0] == 1
+        assert words.removeprefix("scancel: error: ") in answer[1]
+        assert "may go on" in answer[1]
+        assert [a.ending for a in Journal(run_folder.journal).state().open] == [None]
+    command("scancel", "scancel: error: Kill job error on job id 7: Invalid job id specified", 1, on_stderr=True)
+    code, output = tula(run_folder.path, "cancel", str(run_folder.path))
+    assert code == 0
+    assert "1 jobs ended" in output
+    assert [a.ending for a in Journal(run_folder.journal).state().open] == [Verdict.cancelled]
+
+
+def test_what_was_measured_before_a_cancel_counts(
+    run_folder: RunFolder, tiny_settings: Callable[..., Settings], rank_meta: Callable[..., dict[str, Any]]
+):
+    """The next start finds the whole record of an attempt that nobody had judged, and the lack of another's."""
+    planned(run_folder)
+    write_text(run_folder.config, "cluster: {kind: local}")
+    whole, lost = (Attempt(f"profile/n001-b000{batch}", 1, "tag", batch, 1) for batch in (32, 64))
+    for attempt in (whole, lost):
+        Journal(run_folder.journal).intend(attempt)
+    row = [0, 0.01, 0.03, 0.04, 0.005, 0.01, 0.1]
+    write_rank(run_folder.attempt(whole.job, 1), 0, [row], rank_meta(world_size=1, batch_per_rank=32))
+    assert tula(run_folder.path, "cancel", str(run_folder.path))[0] == 0
+    journal, settings = Journal(run_folder.journal), tiny_settings()
+    looks = Jobs(settings, run_folder, journal, LocalScheduler(settings), lambda: None).look()
+    assert looks is not None
+    assert [look.verdict for look in looks] == [Verdict.success, Verdict.cancelled]
+
+
+def test_a_controller_that_learns_of_the_cancel_ends_its_jobs(
+    run_folder: RunFolder, tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """Also the one whose submission was under way when cancel looked at the queue."""
+    settings, attempt = tiny_settings("cluster=slurm"), Attempt("train", 1, "tag", 32, 1)
+
+    def go(controller: Controller) -> None:
+        controller.journal.intend(attempt)
+        controller.journal.submitted(attempt, "42")
+        write_text(run_folder.cancelled, "")
+        controller.heartbeat()
+
+    ended: list[str] = []
+    monkeypatch.setattr(Controller, "go", go)
+    monkeypatch.setattr(SlurmScheduler, "cancel", lambda _, job_ids: ended.extend(job_ids))
+    with pytest.raises(RunCancelled):
+        control(settings, run_folder, [], Display())
+    assert ended == ["42"]
+
+
+def test_status_says_how_what_was_cancelled_goes_on(run_folder: RunFolder):
+    """The whole run by attach, a single job by the setting; both with a command to copy."""
+    write_json(run_folder.plan, {"command": ["python", "-m", "tula_hpc", "name=a b"]})
+    journal, attempt = Journal(run_folder.journal), Attempt("train", 1, "tag", 32, 1)
+    journal.intend(attempt)
+    journal.concluded(attempt, Verdict.cancelled, "the scheduler says cancelled")
+    output = tula(run_folder.path, "status", str(run_folder.path))[1]
+    assert "train: cancelled, so not run again" in output
+    assert "python -m tula_hpc 'name=a b' cluster.resubmit_cancelled=true" in output
+    write_text(run_folder.cancelled, "")
+    output = tula(run_folder.path, "status", str(run_folder.path))[1]
+    assert f"to go on with it and its jobs: {shown('attach', str(run_folder.path))}" in output
 
 
 def test_logs_are_of_the_rank_that_failed_first(run_folder: RunFolder):
@@ -223,6 +319,19 @@ def test_a_misspelt_key_of_a_sweep_is_answered_as_without_one(tmp_path: Path):
     assert "did you mean grid.max_nodes" in output
     assert "Traceback" not in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_experiment_below_two_roots_has_jobs_of_its_own(
+    tmp_path: Path, run_folder: RunFolder, command: Callable[..., Path]
+):
+    """What cancel ends in one root is not what runs for the other; a link to the root is no other root."""
+    other = RunFolder(tmp_path / "elsewhere" / run_folder.path.name)
+    (tmp_path / "link").symlink_to(run_folder.path.parent)
+    linked = RunFolder(tmp_path / "link" / run_folder.path.name)
+    names = [f"{run.tag}-{job}" for run in (run_folder, other) for job in ("controller", "train-n1-3-0a1b2c")]
+    command("squeue", "".join(f"{number}|RUNNING|{name}\n" for number, name in enumerate(names)))
+    assert [job.job_id for job in away.jobs_of(linked)] == ["0", "1"]
+    assert [job.job_id for job in away.jobs_of(other)] == ["2", "3"]
 
 
 def test_the_controller_is_no_part_of_the_result(tiny_settings: Callable[..., Settings]):

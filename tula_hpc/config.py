@@ -18,7 +18,8 @@ from typing import Any
 
 from tula_hpc import imports
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
-from tula_hpc.runs import software_versions
+from tula_hpc.errors import RecordError
+from tula_hpc.runs import RunFolder, software_versions
 
 
 class ClusterKind(Enum):
@@ -145,7 +146,7 @@ class ClusterSettings:
     hang_timeout_min: float = no_result(30.0)
     """A running job without a sign of progress for this long is ended, minutes."""
     resubmit_cancelled: bool = no_result(False)
-    """Jobs that were cancelled from outside are not run again, unless this is true."""
+    """Jobs that were cancelled one by one are not run again, unless the command is started again with this true."""
     setup: list[str] = field(default_factory=list)
     """Shell lines of yours that run in the batch script before Python starts, such as `module load cuda`."""
     srun_args: list[str] = field(default_factory=list)
@@ -381,6 +382,44 @@ def from_plain(plain: dict[str, Any]) -> Settings:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), plain))  # type: ignore[return-value]
+
+
+def read_settings(run: RunFolder) -> Settings:
+    """The settings in a run's folder.
+
+    Raises:
+        RecordError: If they are torn, missing, or not those of this version.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    plain = read_plain_settings(run)
+    try:
+        return from_plain(plain)
+    except OmegaConfBaseException as error:
+        problem = f"{error.full_key or 'it'}: {(str(error).splitlines() or ['?'])[0]}"
+        raise RecordError(
+            f"{run.config} is not of this version of tula_hpc ({problem}). Use the version that began the run "
+            f"(`software` in {run.plan.name}), or begin anew with the same experiment"
+        ) from None
+
+
+def read_plain_settings(run: RunFolder) -> dict[str, Any]:
+    """What `to_plain` wrote into a run's folder, of whatever version.
+
+    Raises:
+        RecordError: If it is torn or missing.
+    """
+    import yaml
+
+    try:
+        plain = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(f"{run.config} is missing") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        plain = None
+    if not isinstance(plain, dict):
+        raise RecordError(f"{run.config} is not whole; give the command that began the run again, which writes it anew")
+    return plain
 
 
 def _result_fields(settings: Any) -> Any:

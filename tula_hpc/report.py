@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, from_plain
+from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import count, duration
@@ -63,13 +63,11 @@ class Records:
     @classmethod
     def read(cls, run: RunFolder) -> Records:
         """Everything the run folder holds. Raises RecordError on files that are there and cannot be read."""
-        import yaml
-
         config_text = run.config.read_text(encoding="utf-8")
         files = {"plan": run.plan, "fit": run.fit, "selection": run.selection, "result": run.train_result}
         return cls(
             run=run,
-            settings=from_plain(yaml.safe_load(config_text)),
+            settings=read_settings(run),
             config_text=config_text,
             **{name: read_json(path) if path.exists() else None for name, path in files.items()},
             metrics=run.read_metrics(),

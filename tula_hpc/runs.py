@@ -13,6 +13,7 @@ A stage is done when its file exists: files are written under a temporary name, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -141,8 +142,9 @@ class RunFolder:
 
     @property
     def tag(self) -> str:
-        """How the names of all its jobs begin."""
-        return f"tula-{safe_tag(self.path.name)}"
+        """How the names of all its jobs begin; the same experiment below another root has other jobs."""
+        place = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:6]
+        return f"tula-{safe_tag(self.path.name)}-{place}"
 
     @property
     def journal(self) -> Path:
@@ -204,6 +206,13 @@ class RunFolder:
     @property
     def scheduler(self) -> Path:
         return self.path / "scheduler"
+
+    def read_progress(self) -> dict[str, Any]:
+        """How many samples the training has seen, and of how many; none before it has told."""
+        try:
+            return read_json(self.progress)
+        except RecordError:
+            return {"samples": 0, "of_samples": 1}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, one an epoch, without a last one that a crash has torn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,20 +45,32 @@ def start(settings: Settings, command: list[str], display: Display) -> None:
     if settings.controller.kind is ControllerKind.slurm:
         _send_away(settings, run, command, display)
         return
-    control(uncancel(settings, run, display), run, command, display)
+    control(settings, run, command, display)
 
 
-def control(settings: Settings, run: RunFolder, command: list[str], display: Display) -> None:
+def control(
+    settings: Settings, run: RunFolder, command: list[str], display: Display, started_by_user: bool = True
+) -> None:
     """Be the run's controller until it is finished.
+
+    Args:
+        settings: Of the run.
+        run: Its folder.
+        command: The command line that reproduces the run.
+        display: Where to speak.
+        started_by_user: Whether a user wants this now, in spite of having cancelled the run before.
 
     Raises:
         RunIsHeld: If somebody else is.
+        RunCancelled: If a user cancels the run.
     """
     from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
     from tula_hpc.control.lease import controlling
 
     scheduler = scheduler_of(settings, run)
     with controlling(run) as lease:
+        if started_by_user:
+            _uncancel(run, command, display)
         _write_settings(settings, run)
 
         def heartbeat() -> None:
@@ -66,7 +79,12 @@ def control(settings: Settings, run: RunFolder, command: list[str], display: Dis
             lease.refresh()
 
         try:
-            Controller(settings, run, scheduler, display, command, heartbeat).go()
+            controller = Controller(settings, run, scheduler, display, command, heartbeat)
+            try:
+                controller.go()
+            except RunCancelled:  # the queue may have been looked at before the last job was in it
+                scheduler.cancel({a.job_id for a in controller.journal.state().open if a.job_id})
+                raise
         except KeyboardInterrupt:
             display.close()
             jobs = "the jobs of this machine have ended" if scheduler.one_host else "its jobs in Slurm go on"
@@ -91,13 +109,16 @@ def shown(*arguments: str) -> str:
     return shlex.join(["python", "-m", "tula_hpc", *arguments])
 
 
-def uncancel(settings: Settings, run: RunFolder, display: Display) -> Settings:
-    """A user who starts a cancelled run wants it after all, and with it the jobs that ended then."""
+def _uncancel(run: RunFolder, command: list[str], display: Display) -> None:
+    """A user who starts a cancelled run wants it after all, and with it the jobs that ended then. Only for who holds
+    the lease; the wish is on record before the mark is gone, so a crash does not lose it."""
+    from tula_hpc.control.journal import Journal
+
     if not run.cancelled.exists():
-        return settings
+        return
+    Journal(run.journal).started(socket.gethostname(), shlex.join(command), after_cancel=True)
     run.cancelled.unlink(missing_ok=True)
     display.say("this run was cancelled; it goes on now")
-    return replace(settings, cluster=replace(settings.cluster, resubmit_cancelled=True))
 
 
 def folder_of(settings: Settings) -> RunFolder:
@@ -133,8 +154,8 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
     try:
         with controlling(run):  # one submission at a time
             job = away.queued_controller(run)
+            _uncancel(run, command, display)
             if job is None:
-                settings = uncancel(settings, run, display)
                 _write_settings(settings, run)
                 Controller(settings, run, scheduler_of(settings, run), display, command)._write_down_the_run()
                 job_id = away.submit_controller(settings, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -10,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tula_hpc.config import ClusterKind, Settings, from_plain
+from tula_hpc.config import ClusterKind, Settings, read_plain_settings, read_settings
 from tula_hpc.display import Display, candidates_table, duration
 from tula_hpc.errors import ConfigError, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
-from tula_hpc.starting import RunCancelled, control, shown, uncancel
+from tula_hpc.starting import RunCancelled, control, shown
 
 # How long a controller may take to leave a run that was cancelled; it looks at its jobs more often than that.
 LEAVES_WITHIN_S = 60.0
@@ -28,14 +29,16 @@ ASK_EVERY_S = 30.0
 
 def status(arguments: list[str], display: Display) -> None:
     """Every job's end, the stages that are done, the choice, how far the training is."""
+    from tula_hpc.control.jobs import TRAIN
     from tula_hpc.control.journal import Journal
     from tula_hpc.control.lease import describe, holder_of
 
     run = _only_a_run("status", arguments)
-    attempts = Journal(run.journal).state().attempts.values()
-    for attempt in attempts:
-        word = attempt.verdict.value if attempt.verdict else "has no end on record" if attempt.job_id else "intended"
-        detail = f": {attempt.reason}" if attempt.verdict and attempt.verdict.value != "success" else ""
+    state = Journal(run.journal).state()
+    for attempt in state.attempts.values():
+        end = attempt.verdict or attempt.ending
+        word = end.value if end else "has no end on record" if attempt.job_id else "intended"
+        detail = f": {attempt.reason}" if end and end.value != "success" else ""
         display.say(
             f"{attempt.job} attempt {attempt.number} [{attempt.job_id or '-'}]: {word.replace('_', ' ')}{detail}"
         )
@@ -47,7 +50,7 @@ def status(arguments: list[str], display: Display) -> None:
         display.console.print(candidates_table(selection))
         display.say(selection["reason"])
     if run.progress.exists() and not run.train_result.exists():
-        progress = read_json(run.progress)
+        progress = run.read_progress()
         display.say(f"training: {100 * progress['samples'] / progress['of_samples']:.0f} % of the samples")
     for line in run.read_metrics()[-1:]:
         display.say(f"epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %, {duration(line['epoch_s'])}")
@@ -55,10 +58,14 @@ def status(arguments: list[str], display: Display) -> None:
     if holder is not None:
         display.say(f"a controller works on it: {describe(holder)}")
     elif run.cancelled.exists():
-        display.say(f"it was cancelled; to go on with it: {shown('attach', str(run.path))}")
+        display.say(f"it was cancelled; to go on with it and its jobs: {shown('attach', str(run.path))}")
     elif not run.is_finished:
         waiting = _waiting_controller(run)
         display.say(waiting or f"no controller works on it; to go on with it: {shown('attach', str(run.path))}")
+        cancelled = [job for job in state.cancelled_jobs() if job == TRAIN or not run.fit.exists()]
+        if cancelled:
+            again = shlex.join([*read_json(run.plan)["command"], "cluster.resubmit_cancelled=true"])
+            display.say(f"{', '.join(cancelled)}: cancelled, so not run again unless you say: {again}")
     display.say(f"run folder: {run.path}")
 
 
@@ -115,7 +122,7 @@ def attach(arguments: list[str], display: Display) -> None:
     if holder_of(run) is None and _waiting_controller(run) is None:
         settings, command = _as_it_was_begun(run)
         try:
-            control(uncancel(settings, run, display), run, command, display)
+            control(settings, run, command, display)
             return
         except RunIsHeld:  # by somebody who began at the same moment
             pass
@@ -124,8 +131,6 @@ def attach(arguments: list[str], display: Display) -> None:
 
 def _as_it_was_begun(run: RunFolder) -> tuple[Settings, list[str]]:
     """The run's settings and command, from the folder that the paths in them are relative to."""
-    import yaml
-
     plan = read_json(run.plan)
     folder = plan["working_dir"]
     try:
@@ -135,7 +140,7 @@ def _as_it_was_begun(run: RunFolder) -> tuple[Settings, list[str]]:
             f"{run.path} was begun in {folder}, and its paths are relative to that: {error.strerror}"
         ) from None
     sys.path.insert(0, folder)
-    return from_plain(yaml.safe_load(run.config.read_text(encoding="utf-8"))), plan["command"]
+    return read_settings(run), plan["command"]
 
 
 class _TimeIsUp(BaseException):
@@ -159,7 +164,7 @@ def _control_as_a_job(run: RunFolder, display: Display) -> None:
                 return
             try:
                 settings, command = _as_it_was_begun(run)
-                control(settings, run, command, display)
+                control(settings, run, command, display, started_by_user=False)
                 return
             except RunIsHeld as error:
                 if time.monotonic() > deadline:
@@ -221,7 +226,7 @@ def _watch(run: RunFolder, display: Display) -> None:
                 looks.append(Look(attempt, seen, attempt.verdict))
             if run.selection.exists():
                 training = [look for look in looks if look.attempt.job == TRAIN]
-                display.training(training, progress_of(run), run.read_metrics()[-1:])
+                display.training(training, run.read_progress(), run.read_metrics()[-1:])
             else:
                 done = sum(look.verdict is not None for look in looks)
                 display.jobs("profiling", looks, done, len(looks), None)
@@ -238,10 +243,6 @@ def _watch(run: RunFolder, display: Display) -> None:
         raise RunCancelled(f"the run was cancelled; to go on with it: {shown('attach', str(run.path))}")
     else:
         raise TulaError(f"nobody works on {run.path} any more; to go on with it: {shown('attach', str(run.path))}")
-
-
-def progress_of(run: RunFolder) -> dict[str, float]:
-    return read_json(run.progress) if run.progress.exists() else {"samples": 0, "of_samples": 1}
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -315,20 +316,18 @@ def _rank_log(run: RunFolder, folder: AttemptFolder, job_id: str, rank: int) -> 
 
 def cancel(arguments: list[str], display: Display) -> None:
     """End a run's controller and jobs. The mark in the folder comes first: whoever works on the run submits no more."""
-    import yaml
-
     run = _only_a_run("cancel", arguments)
     if run.is_finished:
         display.say(f"{run.path} is finished; there is nothing to cancel")
         return
     write_text(run.cancelled, "")
-    on_slurm = from_plain(yaml.safe_load(run.config.read_text(encoding="utf-8"))).cluster.kind is ClusterKind.slurm
+    on_slurm = read_plain_settings(run).get("cluster", {}).get("kind") == ClusterKind.slurm.name  # of any version
     ended = _end_queued(run) if on_slurm else set()
     left = _wait_until_it_left(run)
     if on_slurm:  # what it submitted while it was told
         ended |= _end_queued(run)
     if left:
-        _conclude(run)
+        _note_the_end(run)
     else:
         display.say("its controller has not left yet; it will as soon as it looks at its jobs again")
     display.say(f"cancelled; {len(ended)} jobs ended in Slurm" if on_slurm else "cancelled")
@@ -342,12 +341,12 @@ def _end_queued(run: RunFolder) -> set[str]:
 
     try:
         jobs = away.jobs_of(run)
-    except SchedulerSilent:
+        away.cancel(jobs)
+    except SchedulerSilent as error:
         raise TulaError(
-            f"Slurm does not answer, so the jobs of {run.path} go on; its controller submits no more. Cancel again "
-            "when Slurm answers (`scontrol ping`)"
+            f"{error}\nJobs of {run.path} may go on; its controller submits no more. Cancel again when Slurm answers "
+            "(`scontrol ping`)"
         ) from None
-    away.cancel(jobs)
     return {job.job_id for job in jobs}
 
 
@@ -362,8 +361,9 @@ def _wait_until_it_left(run: RunFolder) -> bool:
     return True
 
 
-def _conclude(run: RunFolder) -> None:
-    """Put down how the jobs ended that nobody looks at any more."""
+def _note_the_end(run: RunFolder) -> None:
+    """Put down why the jobs ended that nobody looks at any more. What they measured before is found at the next start,
+    by their files."""
     from tula_hpc.control.journal import Journal
     from tula_hpc.control.lease import controlling
     from tula_hpc.control.verdicts import Verdict
@@ -371,8 +371,8 @@ def _conclude(run: RunFolder) -> None:
     with controlling(run):
         journal = Journal(run.journal)
         for attempt in journal.state().attempts.values():
-            if attempt.verdict is None:
-                journal.concluded(attempt, Verdict.cancelled, "the run was cancelled")
+            if attempt.verdict is None and attempt.ending is None:
+                journal.ending(attempt, Verdict.cancelled, "the run was cancelled")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def test_a_controller_job_that_is_queued_again_goes_on_and_doubles_nothing(
     slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str], how: tuple[str, ...]
 ):
     """After a requeue, by Slurm or by itself shortly before its time limit, the same training is watched to its end."""
-    run = named_run(tula(tmp_path, *tiny_overrides, *AWAY, "training.epochs=250"))
+    run = named_run(
+        tula(tmp_path, *tiny_overrides, *AWAY, "training.epochs=700")
+    )  # goes on longer than a requeue takes
     wait_training(run)
     job_id = read_json(run.controller_job)["job_id"]
     slurm.run(*how, job_id)
@@ -133,7 +135,7 @@ def test_a_controller_job_that_is_queued_again_goes_on_and_doubles_nothing(
         ("profile/n001-b00032", Verdict.success),
         ("train", Verdict.success),
     ]
-    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, 251))
+    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, 701))
 
 
 def test_experiments_side_by_side_share_their_points(slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]):
@@ -184,7 +186,7 @@ def test_cancel_ends_the_jobs_of_one_run_and_no_others(
     assert named_run(answer) == run
     assert "2 jobs ended" in answer.stdout
     assert active(slurm) == [other]
-    assert [a.verdict for a in Journal(run.journal).state().of("train")] == [Verdict.cancelled]
+    assert [a.ending for a in Journal(run.journal).state().of("train")] == [Verdict.cancelled]
     assert "cancelled" in tula(tmp_path, "list").stdout
     assert "0 jobs ended" in tula(tmp_path, "cancel", run.path.name).stdout
     assert active(slurm) == [other]

@@ -26,6 +26,11 @@ from tula_hpc.runs import RunFolder, read_json, write_json
 WARNED_S = 120
 # Jobs ended by one scancel, so that a large run does not flood Slurm's controller.
 CANCELLED_AT_ONCE = 50
+# How long after an answer that lacks a job Slurm is asked for it again, and how long what is found then counts.
+ASKED_AGAIN_AFTER_S = 5.0
+REMEMBERED_S = 60.0
+# What scancel says of a job that was faster.
+_OVER_BEFORE = re.compile(r"^.*(already complet|invalid job id).*$", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,48 @@ def jobs_of(run: RunFolder) -> list[Queued]:
     return found
 
 
+_has_ended: dict[str, tuple[float, bool]] = {}
+"""What was found out of a job, and until when that is not asked again: many ask, again and again."""
+
+
 def has_ended(job_id: str) -> bool:
-    """Whether Slurm answers and does not have the job, or has it among those that ended."""
+    """Whether Slurm has the job among those that ended, or does not have it twice in a row: a Slurm that was just
+    started may lack jobs in one answer. May be a minute old."""
+    good_until, ended = _has_ended.get(job_id, (0.0, False))
+    if time.monotonic() >= good_until:
+        state = _state(job_id)
+        if state is QueueState.absent:
+            time.sleep(ASKED_AGAIN_AFTER_S)
+            state = _state(job_id)
+        ended = state is not None and not state.active
+        _has_ended[job_id] = time.monotonic() + REMEMBERED_S, ended
+    return ended
+
+
+def _state(job_id: str) -> QueueState | None:
+    """Where a job of this user's is; None if Slurm does not answer."""
     answer = answer_of("squeue", "--me", "-h", "-t", "all", "--format=%A|%T")
     if answer is None:
-        return False
-    return not any(i == job_id and slurm_state(state).active for i, state in rows(answer, 2))
+        return None
+    states = [slurm_state(state) for i, state in rows(answer, 2) if i == job_id]
+    return next((state for state in states if state.active), states[0] if states else QueueState.absent)
 
 
 def cancel(jobs: list[Queued]) -> None:
-    """End jobs, arrays as a whole; the controller first, so that it does not answer by submitting."""
+    """End jobs, arrays as a whole; the controller first, so that it does not answer by submitting.
+
+    Raises:
+        SchedulerSilent: If Slurm did not take it.
+    """
     ordered = sorted(jobs, key=lambda job: not job.is_controller)
     ids = list(dict.fromkeys(job.job_id.partition("_")[0] for job in ordered))
     for start in range(0, len(ids), CANCELLED_AT_ONCE):
-        ask("scancel", *ids[start : start + CANCELLED_AT_ONCE])
+        answer = ask("scancel", *ids[start : start + CANCELLED_AT_ONCE])
+        if answer is None:
+            raise SchedulerSilent("scancel does not answer")
+        words = sentence(_OVER_BEFORE.sub("", answer.stderr or f"code {answer.returncode}"))
+        if answer.returncode != 0 and words:
+            raise SchedulerSilent(f"scancel failed: {words}")
 
 
 # --- the controller as a job ------------------------------------------------------------------------------------------
@@ -84,7 +117,13 @@ def controller_name(run: RunFolder) -> str:
 
 def is_controller_job(run: RunFolder) -> bool:
     """Whether this process is the controller that was submitted for the run."""
-    return "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_JOB_NAME") == controller_name(run)
+    if "SLURM_JOB_ID" not in os.environ:
+        return False
+    try:
+        name = read_json(run.controller_job)["name"]  # as on the login node: a path may resolve otherwise here
+    except RecordError:
+        return False
+    return os.environ.get("SLURM_JOB_NAME") == name
 
 
 def controller_log(run: RunFolder, job_id: str) -> Path:

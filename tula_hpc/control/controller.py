@@ -32,7 +32,7 @@ from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
-from tula_hpc.errors import RecordError, SubmissionLimited, SubmissionRejected, TulaError
+from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
 from tula_hpc.models.queue_wait import Wait, given_waits
@@ -76,7 +76,7 @@ class Controller:
             self._choose()
         self.display.choice(self.run)
         self._say_if_nothing_is_scaled()
-        if not self.run.train_result.exists():
+        if not self.run.train_result.exists() or self.journal.state().open:  # it may have ended while nobody watched
             self._train()
         self._report()
         self.display.result(self.run)
@@ -383,11 +383,7 @@ class Controller:
         return min(wanted, self.scheduler.longest_job_min() or wanted)
 
     def _show_training(self, looks: list[Look]) -> None:
-        try:
-            progress = read_json(self.run.progress)
-        except RecordError:
-            progress = {"samples": 0, "of_samples": 1}
-        self.display.training(looks, progress, self.run.read_metrics()[-1:])
+        self.display.training(looks, self.run.read_progress(), self.run.read_metrics()[-1:])
 
     def _report(self) -> None:
         from tula_hpc.report import write_report

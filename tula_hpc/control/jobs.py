@@ -18,7 +18,7 @@ from tula_hpc.control.verdicts import Evidence, QueueState, RankError, Verdict, 
 from tula_hpc.display import duration
 from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
-from tula_hpc.runs import AttemptFolder, RunFolder, read_json, safe_tag, write_json
+from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
 
 TRAIN = "train"
 ROOM_PATIENCE_S = 600.0
@@ -96,7 +96,7 @@ class Jobs:
         # random, because the scheduler remembers the jobs of a run folder that was deleted and made again
         token = uuid.uuid4().hex[:6]
         return JobRequest(
-            tag=f"tula-{safe_tag(self._run.path.name)}-{kind}-n{nodes}-{len(state.attempts) + 1}-{token}",
+            tag=f"{self._run.tag}-{kind}-n{nodes}-{len(state.attempts) + 1}-{token}",
             attempts=tuple(self._run.attempt(job, len(state.of(job)) + 1) for job in jobs),
             num_nodes=nodes,
             ranks_per_node=cluster.ranks_per_node,

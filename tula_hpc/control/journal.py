@@ -58,6 +58,8 @@ class State:
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
     start: int = 0
     """How often a user has started the run's controller."""
+    lifted: int = 0
+    """The last of these starts that was to go on with a cancelled run: what was cancelled before it runs again."""
 
     def of(self, job: str) -> list[Attempt]:
         """Attempts at one job, oldest first."""
@@ -80,6 +82,11 @@ class State:
         """How the attempts of a submission ended."""
         return {a.verdict for a in self.attempts.values() if a.tag == tag}
 
+    def cancelled_jobs(self) -> list[str]:
+        """Jobs that were cancelled and are not wanted again since."""
+        last = [attempts[-1] for attempts in self._by_job.values()]
+        return [a.job for a in last if a.verdict is Verdict.cancelled and a.start >= self.lifted]
+
     @property
     def broken_hosts(self) -> tuple[str, ...]:
         """Hosts that took one of this run's jobs down with them."""
@@ -100,6 +107,7 @@ class Journal:
         self._folder = folder
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._start = 0
+        self._lifted = 0
         self._state: State | None = None
         self._number = 0
         self._flushed_later = False
@@ -115,7 +123,7 @@ class Journal:
     def state(self) -> State:
         """What all events add up to."""
         if self._state is None:
-            self._state = State(dict(self._attempts), self._start)
+            self._state = State(dict(self._attempts), self._start, self._lifted)
         return self._state
 
     @contextmanager
@@ -134,6 +142,8 @@ class Journal:
         key = (event.get("job", ""), event.get("attempt", 0))
         if event["event"] == "started":
             self._start += 1
+            if event.get("after_cancel"):
+                self._lifted = self._start
         elif event["event"] == "intent":
             self._attempts[key] = Attempt(
                 event["job"],
@@ -159,9 +169,10 @@ class Journal:
                 broken_hosts=tuple(event.get("broken_hosts", ())),
             )
 
-    def started(self, host: str, by: str) -> None:
-        """A user has started a controller: what went wrong before may have been mended, so retries count anew."""
-        self._append("started", host=host, by=by)
+    def started(self, host: str, by: str, after_cancel: bool = False) -> None:
+        """A user has started a controller: what went wrong before may have been mended, so retries count anew. After a
+        cancel the jobs that ended with it are wanted, too."""
+        self._append("started", host=host, by=by, **({"after_cancel": True} if after_cancel else {}))
 
     def intend(self, attempt: Attempt) -> None:
         self._append(

@@ -144,9 +144,7 @@ def is_gone(holder: dict[str, Any]) -> bool:
     job, silent_s = holder.get("slurm_job"), time.time() - holder["refreshed"]
     if job and job == _slurm_job() and holder["restart"] < _restart():  # an earlier run of this very job
         return True
-    if job and silent_s > SUSPICIOUS_S and away.has_ended(job):
-        return True
-    return silent_s > EXPIRES_S
+    return silent_s > EXPIRES_S or bool(job and silent_s > SUSPICIOUS_S and away.has_ended(job))
 
 
 def _slurm_job() -> str | None:

@@ -88,8 +88,10 @@ class NextSteps:
         return again and relaunches <= self.settings.training.max_relaunches
 
     def _may_be_resubmitted(self, cancelled: Attempt) -> bool:
-        """Whether the user has started the command since, and said that what was cancelled shall run all the same."""
-        return self.settings.cluster.resubmit_cancelled and cancelled.start < self.journal.state().start
+        """Whether the user has started the command since, and said that what was cancelled shall run all the same: by a
+        setting, or because the run was cancelled as a whole."""
+        state = self.journal.state()
+        return cancelled.start < (state.start if self.settings.cluster.resubmit_cancelled else state.lifted)
 
     def refuse_to_repeat(self, last: Attempt) -> None:
         """A training that somebody cancelled is not started again behind their back.

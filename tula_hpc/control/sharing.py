@@ -1,31 +1,36 @@
 """Runs below one root that measure the same steps measure each point once.
 
 Who measures a point says so first, by a claim below `<run_root>/.points/<measurement signature>/<candidate>/`. Claims
-are numbered and the newest one counts: it holds while the run it names is being worked on and has not failed at the
-point. One that holds no longer is followed by the next number, which only one of several runs can make; nothing is
-removed.
+are numbered and the newest one counts: it holds while the run it names is being worked on, or its controller job waits
+to go on with the point, and has not failed at it. One that holds no longer is followed by the next number, which only
+one of several runs can make; nothing is removed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import Settings, measurement_signature
+from tula_hpc.config import ClusterKind, Settings, measurement_signature
+from tula_hpc.control import away
 from tula_hpc.control.jobs import profile_job
-from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.lease import holder_of
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import RecordError
-from tula_hpc.runs import RunFolder, read_json, write_json
+from tula_hpc.ranks.timings import read_point
+from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
 
+# How often a run that is waited for is looked at; on Slurm results take minutes, and the login node is shared.
 LOOK_EVERY_S = 2.0
+LOOK_EVERY_ON_SLURM_S = 10.0
 # Ends that say something about the candidate, so that they hold for every run.
 _TELLING = (Verdict.success, Verdict.cuda_oom, Verdict.host_oom)
 
@@ -41,8 +46,12 @@ class SharedPoints:
         self._display = display
         self._heartbeat = heartbeat
         self._signature = measurement_signature(settings)
-        self._grid = {profile_job(c) for c in settings.grid_candidates()}
-        self._unusable: set[RunFolder] = set()
+        self._grid = {profile_job(c): c for c in settings.grid_candidates()}
+        self._look_every_s = LOOK_EVERY_ON_SLURM_S if settings.cluster.kind is ClusterKind.slurm else LOOK_EVERY_S
+        self._unusable: set[tuple[RunFolder, str, int]] = set()
+        """Attempts of others whose record could not be copied, or was not whole."""
+        self._states: dict[RunFolder, tuple[int, State]] = {}
+        """What the journals of others said last, and with how many events."""
         self._claims = run.path.parent / ".points" / self._signature
 
     def take_over_all(self) -> None:
@@ -58,7 +67,7 @@ class SharedPoints:
         claimants = {run for _, run in map(self._newest, wanted) if run is not None}
         if sum(map(self._take_over, claimants)):
             return [], []
-        mine = [candidate for candidate in wanted if self._claim(candidate)]
+        mine = [candidate for candidate in wanted if self._may_measure(candidate)]
         return mine, [candidate for candidate in wanted if candidate not in mine]
 
     def wait_for(self, candidates: list[Candidate]) -> None:
@@ -67,9 +76,9 @@ class SharedPoints:
             return
         names = ", ".join(c.name for c in candidates)
         self._display.say(f"{names}: measured by another run at this moment; waiting for the result")
-        while all(self._is_in_progress(c) for c in candidates):
+        while self._are_in_progress(candidates):
             self._heartbeat()
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(self._look_every_s)
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +88,14 @@ class SharedPoints:
         number = max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
         try:
             return number, RunFolder(self._run.path.parent / read_json(folder / f"{number}.json")["run"])
-        except RecordError:
+        except (RecordError, PermissionError):
             return number, None
+
+    def _may_measure(self, candidate: Candidate) -> bool:
+        try:
+            return self._claim(candidate)
+        except PermissionError:  # the claims or the run are another user's: better measured twice than not
+            return True
 
     def _claim(self, candidate: Candidate) -> bool:
         """Whether this run may measure the candidate: its claim counts, or could be made."""
@@ -89,7 +104,9 @@ class SharedPoints:
             number, claimant = self._newest(candidate)
             if claimant is not None and claimant.path == self._run.path:
                 return True
-            if claimant is not None and (self._is_in_progress(candidate) or self._has_result(claimant, candidate)):
+            if claimant is not None and (
+                self._is_measuring(claimant, [candidate]) or self._has_result(claimant, candidate)
+            ):
                 return False
             mine = folder / f".{uuid.uuid4().hex}"
             write_json(mine, {"run": self._run.path.name, "time": time.time()})
@@ -101,19 +118,40 @@ class SharedPoints:
             finally:
                 mine.unlink()
 
-    def _is_in_progress(self, candidate: Candidate) -> bool:
-        claimant = self._newest(candidate)[1]
-        if claimant is None or holder_of(claimant) is None:
+    def _are_in_progress(self, candidates: list[Candidate]) -> bool:
+        """Whether others measure all of the candidates; each of those runs is looked at once."""
+        claims: dict[RunFolder | None, list[Candidate]] = {}
+        for candidate in candidates:
+            claims.setdefault(self._newest(candidate)[1], []).append(candidate)
+        return all(run is not None and self._is_measuring(run, claimed) for run, claimed in claims.items())
+
+    def _is_measuring(self, claimant: RunFolder, candidates: list[Candidate]) -> bool:
+        """Whether a run that has claimed the candidates is, or will be, at work on all of them."""
+        state = self._state_of(claimant)
+        last = [state.last(profile_job(c)) for c in candidates]
+        if any(attempt is not None and attempt.verdict is not None for attempt in last):
             return False
-        last = _last(claimant, candidate)
-        return last is None or last.verdict is None
+        if holder_of(claimant) is not None:
+            return True
+        # between two turns of a controller job that queued itself again, the jobs it made go on
+        return None not in last and _controller_waits(claimant)
+
+    def _state_of(self, other: RunFolder) -> State:
+        """What another run's journal says, as far as it can be read; read again only when it has grown."""
+        events = sum(1 for _ in other.journal.glob("[0-9]*.json"))
+        if events != self._states.get(other, (None, None))[0]:
+            try:
+                self._states[other] = events, Journal(other.journal).state()
+            except RecordError:
+                return State()
+        return self._states[other][1]
 
     def _has_result(self, claimant: RunFolder, candidate: Candidate) -> bool:
         """Whether there is a result to take over, by the next round."""
-        if claimant in self._unusable or self._has(profile_job(candidate)):  # had it, and this run wants to try again
+        if self._has(profile_job(candidate)):  # had it, and this run wants to try again
             return False
-        last = _last(claimant, candidate)
-        return last is not None and last.verdict in _TELLING
+        last = self._state_of(claimant).last(profile_job(candidate))
+        return last is not None and last.verdict in _TELLING and (claimant, *last.key) not in self._unusable
 
     def _has(self, job: str) -> bool:
         return any(attempt.verdict in _TELLING for attempt in self._journal.state().of(job))
@@ -129,37 +167,55 @@ class SharedPoints:
                 or not other.journal.exists()
             ):
                 return 0
-            attempts = Journal(other.journal).state().attempts.values()
-        except (RecordError, KeyError):
+        except (RecordError, KeyError, OSError):
             return 0
-        running = {a.job for a in self._journal.state().open}
-        taken = [
-            a for a in attempts if a.job in self._grid - running and a.verdict in _TELLING and not self._has(a.job)
+        running, taken = {a.job for a in self._journal.state().open}, 0
+        found = [
+            a
+            for a in self._state_of(other).attempts.values()
+            if a.job in self._grid.keys() - running and a.verdict in _TELLING and not self._has(a.job)
+            if (other, *a.key) not in self._unusable
         ]
-        try:
-            for attempt in taken:
-                self._copy(other, attempt)
-        except (OSError, RecordError):  # somebody is clearing that folder away
-            self._unusable.add(other)
-            return 0
+        for attempt in found:
+            number = len(self._journal.state().of(attempt.job)) + 1
+            try:
+                self._copy(other.attempt(attempt.job, attempt.number), self._run.attempt(attempt.job, number), attempt)
+            except (OSError, RecordError) as error:  # torn, or somebody is clearing that folder away
+                self._display.say(f"{attempt.job} is not taken over from {other.path}: {error}")
+                self._unusable.add((other, *attempt.key))
+                continue
+            # a tag of its own: by the other's this run would find, and might cancel, the other's job
+            tag = f"taken-{uuid.uuid4().hex[:6]}"
+            mine = Attempt(attempt.job, number, tag, attempt.batch_per_rank, attempt.num_nodes)
+            with self._journal.together():
+                self._journal.intend(mine)
+                self._journal.concluded(mine, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
+            taken += 1
         if taken:
-            self._display.say(f"{count(len(taken), 'measurement')} taken over from {other.path}")
-        return len(taken)
+            self._display.say(f"{count(taken, 'measurement')} taken over from {other.path}")
+        return taken
 
-    def _copy(self, other: RunFolder, attempt: Attempt) -> None:
-        number = len(self._journal.state().of(attempt.job)) + 1
-        mine = Attempt(attempt.job, number, attempt.tag, attempt.batch_per_rank, attempt.num_nodes)
-        source, target = other.attempt(attempt.job, attempt.number), self._run.attempt(attempt.job, number)
-        shutil.copytree(source.path, target.path, dirs_exist_ok=True)
-        if number != attempt.number:  # a record says which attempt it is of
-            for path in target.path.glob("rank-*.json"):
-                write_json(path, {**read_json(path), "attempt": number})
-        self._journal.intend(mine)
-        self._journal.concluded(mine, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
+    def _copy(self, source: AttemptFolder, target: AttemptFolder, attempt: Attempt) -> None:
+        """Put another run's record in its place among this one's, when it is there as a whole.
+
+        Raises:
+            RecordError: If it is not what its run's journal says of it.
+        """
+        target.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.path.parent, prefix=".taking-") as folder:
+            copy = AttemptFolder(Path(folder) / target.path.name)
+            shutil.copytree(source.path, copy.path)
+            if target.number != source.number:  # a record says which attempt it is of
+                for path in copy.path.glob("rank-*.json"):
+                    write_json(path, {**read_json(path), "attempt": target.number})
+            if attempt.verdict is Verdict.success:
+                read_point(copy, self._grid[attempt.job])
+            if target.path.exists():  # not in the journal, so left by a crash
+                shutil.rmtree(target.path)
+            copy.path.rename(target.path)
 
 
-def _last(run: RunFolder, candidate: Candidate) -> Attempt | None:
-    """The newest attempt at a candidate in another run's journal, as far as it can be read."""
-    with suppress(RecordError):
-        return Journal(run.journal).state().last(profile_job(candidate))
-    return None
+def _controller_waits(run: RunFolder) -> bool:
+    """Whether a controller job is there for a run that nobody works on at this moment."""
+    job_id = away.submitted_controller(run)
+    return job_id is not None and not run.cancelled.exists() and not away.has_ended(job_id)
