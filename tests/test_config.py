@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,15 @@ def test_free_keys_can_be_added():
         ("workload.model._target_=nowhere.net", ["no module 'nowhere'"]),
         ("workload.data_files=[absent]", ["data.root", "absent", "data.download=true", "data=synthetic"]),
         ("pricing.price_per_node_hour=0", ["pricing.price_per_node_hour is 0"]),
+        ("objective.deadline_h=0", ["objective.deadline_h is 0", "greater than 0"]),
+        ("objective.budget=-3", ["objective.budget is -3"]),
+        ("grid.min_nodes=2 objective.max_nodes=1", ["grid.min_nodes is 2", "objective.max_nodes=1", "raise"]),
+        ("pricing=spot pricing.interruptions_per_node_hour=0", ["pricing.interruptions_per_node_hour is 0"]),
+        ("pricing=spot pricing.checkpoint_interval_min=0", ["pricing.checkpoint_interval_min is 0"]),
+        ("pricing=spot pricing.restart_min=-1", ["pricing.restart_min is -1", "0 or greater"]),
+        ("pricing=service_units cluster=local", ["pricing.billing_weights is null", "no partition to ask", "CPU=1.0"]),
+        ("pricing=service_units pricing.billing_weights='Mem=1'", ["pricing.billing_weights is 'Mem=1'", "Mem=1G"]),
+        ("pricing=service_units pricing.billing_weights='CPU=0'", ["charge nothing", "must be positive"]),
         ("+objective.queue_wait_min={four: 5}", ["objective.queue_wait_min", "'four'", "numbers of nodes"]),
         ("+objective.queue_wait_min={4: -1}", ["objective.queue_wait_min.4 is -1", "0 or greater"]),
         ("+objective.queue_wait_min.4=soon", ["objective.queue_wait_min.4 is 'soon'", "minutes"]),
@@ -146,7 +156,7 @@ def test_each_rule_names_key_value_limit_and_way_out(
     tiny_settings: Callable[..., Settings], override: str, words: list[str]
 ):
     """A broken rule is told in one sentence that holds what is needed to mend it."""
-    (problem,) = check(tiny_settings(override))
+    (problem,) = check(tiny_settings(*re.split(r" (?=\w+[.=])", override)))
     for word in words:
         assert word in problem
 

@@ -488,3 +488,12 @@ def test_browser_shows_the_page(finished: RunFolder) -> None:
             assert seen["page"] <= seen["screen"] == width_px
             backgrounds.add(seen["background"])
     assert len(backgrounds) == 2
+
+
+def test_limits_stand_beside_the_objective(tmp_path: Path) -> None:
+    """A deadline, a budget with its currency and a number of nodes are part of what was asked."""
+    run, settings = RunFolder(tmp_path / "run"), settings_of("limited")
+    settings.objective.deadline_h, settings.objective.budget, settings.objective.max_nodes = 2.5, 40.0, 1
+    begin(run, settings)
+    write_report(run)
+    assert ", up to 2.5 h, up to $40, up to 1 node" in read(run).text

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from tula_hpc.candidates import Candidate, candidate_grid
+from tula_hpc.models.limits import Limits, NoFeasibleConfiguration
 from tula_hpc.models.memory import fit_memory
-from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice
+from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, SpotPrice
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.selection import (
-    NoFeasibleConfiguration,
     Rule,
     Selection,
     UnusableFit,
@@ -190,7 +191,7 @@ def test_fixed_price_picks_the_smallest_cluster() -> None:
     """Under a fixed price per node the smallest cluster is cheapest, and the reason says that this is usual."""
     selection = select(make_table(), "cost")
     assert selection.num_nodes == 2
-    assert "usually picks the smallest cluster" in selection.reason
+    assert "the smallest cluster is the cheapest" in selection.reason
 
 
 def test_memory_price_moves_the_cheapest_batch() -> None:
@@ -211,10 +212,10 @@ def test_ties_go_to_the_smaller_batch() -> None:
 
 
 def test_interval_widens_a_tie_up_to_twice_the_tolerance() -> None:
-    """A wide interval makes 3 % a tie at a tolerance of 2 %, but never 5 %; a narrow one does not."""
+    """An interval down to the least makes 3 % a tie at a tolerance of 2 %, but never 5 %; a narrow one does not."""
     table = curve([64, 128, 256], [105.0, 103.0, 100.0])
     assert select(table, "time", tie_tolerance=0.02).global_batch == 128
-    narrow = table.assign(train_time_high_s=table["train_time_s"] * 1.01)
+    narrow = table.assign(train_time_low_s=table["train_time_s"] * 0.99)
     assert select(narrow, "time", tie_tolerance=0.02).global_batch == 256
 
 
@@ -384,3 +385,186 @@ def test_given_waits_are_interpolated_between_and_held_outside() -> None:
     waits = given_waits({2: 10, 6: 30}, [1, 2, 4, 6, 8])
     assert [wait.seconds for wait in waits.values()] == [600.0, 600.0, 1200.0, 1800.0, 1800.0]
     assert waits[4].source == "from the given ones in objective.queue_wait_min"
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def clusters() -> pd.DataFrame:
+    """1, 2 and 4 nodes that train in 10, 6 and 4 hours (5 % more at the upper end) and cost 10, 12 and 16."""
+    tables = [curve([64 * n], [hours * HOUR_S], nodes=n) for n, hours in ((1, 10), (2, 6), (4, 4))]
+    table = pd.concat(tables, ignore_index=True)
+    return table.assign(cost=table["cost"] / HOUR_S)
+
+
+def reasons(limits: Limits, table: pd.DataFrame) -> list[str]:
+    return list(limits.keep(table, "$")["why_infeasible"])
+
+
+def test_a_deadline_is_compared_with_the_upper_end() -> None:
+    """Six hours that may become 6.3 do not keep a deadline of 6.2, and the reason says which end it means."""
+    slow = "10.5 h (upper end) exceed objective.deadline_h=6.2"
+    assert reasons(Limits(deadline_h=6.2), clusters()) == [
+        slow,
+        "6.3 h (upper end) exceed objective.deadline_h=6.2",
+        "",
+    ]
+    assert reasons(Limits(deadline_h=6.3), clusters())[1:] == ["", ""]
+
+
+def test_without_an_interval_the_prediction_is_compared() -> None:
+    """A row whose interval is not known is held to what is predicted, and the reason says so."""
+    unsure = clusters().assign(train_time_high_s=np.nan)
+    words = "6 h (predicted, without an interval) exceed objective.deadline_h=5"
+    assert reasons(Limits(deadline_h=5), unsure)[1] == words
+    assert reasons(Limits(deadline_h=6), unsure)[1] == ""
+
+
+def test_a_deadline_counts_the_known_wait() -> None:
+    """An hour in the queue is part of the deadline, a wait that nobody knows is not."""
+    table = clusters().assign(queue_wait_s=[0.0, HOUR_S, np.nan])
+    kept = reasons(Limits(deadline_h=7), table)
+    assert kept[1:] == ["7.3 h (upper end, 1 h of it in the queue) exceed objective.deadline_h=7", ""]
+
+
+def test_a_budget_is_compared_with_the_upper_end() -> None:
+    """16 that may become 16.8 do not keep a budget of 16.5."""
+    assert reasons(Limits(budget=16.5), clusters())[1:] == ["", "$16.8 (upper end) exceed objective.budget=16.5"]
+
+
+def test_an_unknown_cost_keeps_no_budget() -> None:
+    """What may cost anything cannot be promised to cost little, and where all are unknown the way out is another."""
+    table = clusters().assign(cost=[10.0, np.nan, 16.0])
+    assert reasons(Limits(budget=100), table)[1] == "its cost is not known, so objective.budget=100 cannot be promised"
+    with pytest.raises(NoFeasibleConfiguration, match=r"Drop objective\.budget, or use a price per node-hour"):
+        Limits(budget=100).keep(clusters().assign(cost=np.nan))
+
+
+def test_all_broken_limits_are_named() -> None:
+    """A row that breaks two limits has both in its reason."""
+    both = "$16.8 (upper end) exceed objective.budget=11; 4 nodes exceed objective.max_nodes=2"
+    assert reasons(Limits(budget=11, max_nodes=2), clusters())[2] == both
+
+
+@pytest.mark.parametrize(
+    ("objective", "limits", "nodes"),
+    [
+        ("time", Limits(budget=13), 2),
+        ("time", Limits(max_nodes=1), 1),
+        ("cost", Limits(deadline_h=8), 2),
+        ("cost", Limits(deadline_h=8, budget=11), None),
+        ("knee", Limits(max_nodes=2), 2),
+        ("time_to_result", Limits(max_nodes=2), 2),
+    ],
+)
+def test_every_objective_keeps_limits(objective: str, limits: Limits, nodes: int | None) -> None:
+    """The best of what is left is chosen; two limits that exclude each other leave nothing."""
+    table = clusters().assign(queue_wait_s=np.nan, queue_wait_source="")
+    table["time_to_result_s"] = table["train_time_s"]
+    if nodes is None:
+        with pytest.raises(NoFeasibleConfiguration):
+            limits.keep(table)
+    else:
+        assert select(limits.keep(table), objective).num_nodes == nodes
+
+
+def test_no_limit_changes_nothing() -> None:
+    """Without limits the table is what it was."""
+    pd.testing.assert_frame_equal(Limits().keep(clusters()), clusters())
+
+
+def test_limits_do_not_stretch_the_knees_axis() -> None:
+    """Faster clusters beyond the node limit leave the knee where it is without them."""
+    beyond = curve([2**15, 2**16, 2**20], [900.0, 500.0, 1.0], nodes=8)
+    limited = Limits(max_nodes=4).keep(pd.concat([SMOOTH, beyond], ignore_index=True))
+    assert select(limited, "knee") == select(SMOOTH, "knee")
+
+
+def test_nothing_left_names_the_limit_the_closest_and_the_way_out() -> None:
+    """The limit that excludes most comes first, then what misses least and by how much, then limits that let it in."""
+    with pytest.raises(NoFeasibleConfiguration) as caught:
+        Limits(deadline_h=4, budget=11).keep(clusters(), "$")
+    message = str(caught.value)
+    assert message.startswith(
+        "no feasible configuration: of 3 that would run, objective.deadline_h excludes 3, objective.budget excludes 2. "
+        "The closest is 4 nodes x 1 rank with 64 samples each: 4.2 h (upper end) exceed objective.deadline_h=4, "
+        "5.0% too much and $16.8 (upper end) exceed objective.budget=11, 52.7% too much. "
+        "It would do with objective.deadline_h=4.2 objective.budget=16.8;"
+    )
+
+
+@pytest.mark.parametrize("deadline_h", [0.001, 1.0, 3.1])
+def test_the_way_out_is_one(deadline_h: float) -> None:
+    """With the limits that the message tells there is one choice."""
+    table = make_table()
+    with pytest.raises(NoFeasibleConfiguration) as caught:
+        Limits(deadline_h=deadline_h, max_nodes=8).keep(table)
+    told = {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)(?=[ ;])", str(caught.value))}
+    assert Limits(**{"max_nodes": 8, **told}).keep(table)["feasible"].sum() == 1  # type: ignore[arg-type]
+
+
+def test_infeasible_rows_keep_their_reason() -> None:
+    """What did not fit in memory is not said to break a deadline."""
+    table = make_table(limit_gib=8.0)
+    limited = Limits(max_nodes=4).keep(table)
+    was_infeasible = ~table["feasible"]
+    assert (limited["why_infeasible"] == table["why_infeasible"])[was_infeasible].all()
+
+
+def test_least_cost_names_the_deadline_that_changes_it() -> None:
+    """At the deadline that the reason names the choice is the larger cluster it names, and just above it is not."""
+    table = make_table()
+    cheapest = select(table, "cost")
+    told = re.search(r"below ([\d.]+) h would change.*deadline_h=([\d.]+),.*takes (\d+) nodes", cheapest.reason)
+    assert told is not None
+    assert select(Limits(deadline_h=float(told[2])).keep(table), "cost").num_nodes == int(told[3]) > cheapest.num_nodes
+    assert select(Limits(deadline_h=float(told[1]) * 1.001).keep(table), "cost").num_nodes == cheapest.num_nodes
+
+
+def test_no_deadline_is_offered_where_none_would_help() -> None:
+    """Where more nodes are slower, the reason says that no deadline would change the choice."""
+    table = clusters().assign(train_time_s=[4.0, 6.0, 10.0], train_time_high_s=[5.0, 7.0, 11.0], cost=[4.0, 12.0, 40.0])
+    assert "no deadline would change that" in select(table, "cost").reason
+
+
+def test_a_larger_cluster_that_is_cheapest_is_not_called_the_smallest() -> None:
+    """Where more nodes pay back, nothing is said of the smallest cluster."""
+    assert "smallest cluster" not in select(clusters().assign(cost=[16.0, 12.0, 10.0]), "cost").reason
+
+
+# --- ties and interruptions -------------------------------------------------------------------------------------------
+
+
+def test_a_tie_is_explained() -> None:
+    """The reason of a choice in a tie has the rule with its two shares."""
+    reason = select(curve([64, 128, 256], [105.0, 103.0, 100.0]), "time").reason
+    assert "those within 2.0% of the least, and within 4.0% if their interval reaches down to it" in reason
+
+
+@pytest.mark.parametrize("objective", ["time", "cost"])
+def test_a_hopeless_interval_does_not_tie_everything(objective: str) -> None:
+    """Intervals from nothing to a hundred times do not bring candidates beyond the bound into a tie."""
+    table = curve([64, 128, 256], [200.0, 110.0, 100.0])
+    table = table.assign(train_time_low_s=0.0, train_time_high_s=100 * table["train_time_s"])
+    assert select(table, objective).global_batch == 256
+
+
+def test_spot_prices_lengthen_the_training() -> None:
+    """The table's training times have the interruptions in them, more of them on more nodes, and the reason says so."""
+    plain, spot = make_table(), make_table(price=SpotPrice(2.48, 0.05, 10, 5))
+    longer = spot["train_time_s"] / plain["train_time_s"]
+    assert longer.groupby(spot["num_nodes"]).first().is_monotonic_increasing
+    assert (longer > 1).all()
+    assert spot["interruptions_s"].to_numpy() == pytest.approx(
+        (spot["train_time_s"] - plain["train_time_s"]).to_numpy()
+    )
+    assert (spot["cost"] / plain["cost"]).to_numpy() == pytest.approx(longer.to_numpy())
+    assert "Expected interruptions take" in select(spot, "time").reason
+    assert "interruptions" not in select(plain, "time").reason
+
+
+def test_a_cluster_that_is_always_interrupted_is_infeasible() -> None:
+    """Where no checkpoint is ever reached, the row says so instead of having an infinite time."""
+    table = make_table(grid=[Candidate(2, 8), Candidate(10**5, 8)], price=SpotPrice(1.0, 0.1, 10, 5))
+    assert list(table["feasible"]) == [True, False]
+    assert "interrupted too often" in table["why_infeasible"][1]

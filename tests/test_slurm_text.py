@@ -12,20 +12,23 @@ import pytest
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ProfilingKind, Settings
-from tula_hpc.control import slurm
+from tula_hpc.control import slurm, slurm_commands
 from tula_hpc.control.packing import submissions
 from tula_hpc.control.scheduler import JobRequest
 from tula_hpc.control.slurm import Trial, batch_parameters, read_trial, refusal
 from tula_hpc.control.slurm_commands import (
+    bills_largest,
     broken_hosts,
     max_array_elements,
     memory_gib_per_node,
     minutes,
     poll_interval_s,
+    read_billing,
     rows,
     scrubbed,
 )
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, SubmissionUnknown
+from tula_hpc.models.pricing import ServiceUnitPrice, read_billing_weights
 from tula_hpc.planning import sharing_compared, trial_words
 from tula_hpc.ranks.packed import run_attempts
 from tula_hpc.runs import RunFolder
@@ -231,3 +234,59 @@ def test_a_lost_job_of_several_attempts_is_found_and_gets_all_its_work(
     work = pickle.loads((run_folder.scheduler / "57_submitted.pkl").read_bytes())
     assert work.function is run_attempts
     assert work.args == ([str(folder.path) for folder in folders],)
+
+
+# Slurm 22.05 under PriorityFlags=MAX_TRES, four nodes of 64 CPUs and 500 GiB.
+PARTITION = """PartitionName=gpu
+   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL
+   AllocNodes=ALL Default=YES QoS=N/A
+   DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO
+   MaxNodes=UNLIMITED MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED
+   Nodes=g[1-4]
+   PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO OverSubscribe=NO
+   OverTimeLimit=NONE PreemptMode=OFF
+   State=UP TotalCPUs=256 TotalNodes=4 SelectTypeParameters=NONE
+   JobDefaults=(null)
+   DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+   TRES=cpu=256,mem=2000G,node=4,billing=500
+   TRESBillingWeights=CPU=1.0,Mem=0.25G
+"""
+
+
+def test_a_partitions_billing_weights_are_read():
+    """They are the rest of their line, and a partition without any bills its cores, as Slurm does."""
+    assert read_billing(PARTITION) == "CPU=1.0,Mem=0.25G"
+    assert read_billing(PARTITION.replace("   TRESBillingWeights=CPU=1.0,Mem=0.25G\n", "")) == "CPU=1"
+
+
+def test_units_are_those_that_slurm_bills():
+    """The whole partition has the 500 units that Slurm itself prints for it."""
+    price = ServiceUnitPrice(read_billing_weights(read_billing(PARTITION)), {"cpu": 64, "mem": 500}, takes_largest=True)
+    assert price.units_per_node_hour * 4 == 500
+
+
+@pytest.mark.parametrize(
+    ("flags", "largest"), [("MAX_TRES", True), ("CALCULATE_RUNNING,MAX_TRES", True), ("", False), ("(null)", False)]
+)
+def test_the_sites_flag_says_whether_the_largest_is_billed(monkeypatch: pytest.MonkeyPatch, flags: str, largest: bool):
+    """MAX_TRES among the priority flags, in any place."""
+    monkeypatch.setattr(slurm_commands, "site_config", lambda: {"PriorityFlags": flags})
+    assert bills_largest() is largest
+
+
+def test_weights_that_the_settings_leave_open_are_refused_before_anything_is_submitted(
+    monkeypatch: pytest.MonkeyPatch, tiny_settings: Callable[..., Settings]
+):
+    """A partition that charges memory wants cluster.memory_gib, and silence is not taken for a price."""
+    settings = tiny_settings("cluster=slurm", "pricing=service_units")
+    offered = {"gpu": slurm_commands.Partition(4, "1-00:00:00", True)}
+    monkeypatch.setattr(slurm_commands, "partitions", lambda: offered)
+    monkeypatch.setattr(slurm_commands, "answer_of", lambda *_: PARTITION)
+    (problem,) = slurm_commands.check_site(settings)
+    assert "TRESBillingWeights=CPU=1.0,Mem=0.25G" in problem
+    assert "set cluster.memory_gib" in problem
+    settings.cluster.memory_gib = 8.0
+    assert slurm_commands.check_site(settings) == []
+    monkeypatch.setattr(slurm_commands, "answer_of", lambda *_: None)
+    (problem,) = slurm_commands.check_site(settings)
+    assert "does not answer" in problem

@@ -12,7 +12,7 @@ from typing import Any
 
 from tula_hpc import imports
 from tula_hpc.candidates import doublings
-from tula_hpc.config import ClusterKind, ControllerKind, DataKind, Settings
+from tula_hpc.config import ClusterKind, ControllerKind, DataKind, PricingKind, Settings
 
 SHORTEST_CONTROLLER_MIN = 10
 
@@ -38,6 +38,11 @@ _POSITIVE = (
     "search.max_seconds",
     "pricing.price_per_node_hour",
     "pricing.price_per_gib_hour",
+    "pricing.interruptions_per_node_hour",
+    "pricing.checkpoint_interval_min",
+    "objective.deadline_h",
+    "objective.budget",
+    "objective.max_nodes",
     "method.small_batch",
     "method.delta_threshold",
     "method.refresh_epochs",
@@ -55,6 +60,7 @@ _NOT_NEGATIVE = (
     "data.loader_workers",
     "search.warmup_steps",
     "objective.tie_tolerance",
+    "pricing.restart_min",
     "method.scale_floor",
     "training.momentum",
     "training.weight_decay",
@@ -64,6 +70,7 @@ _NOT_NEGATIVE = (
 _RANGES = (
     ("cluster.memory_gib", "cluster.max_memory_gib"),
     ("grid.min_nodes", "grid.max_nodes"),
+    ("grid.min_nodes", "objective.max_nodes"),
     ("grid.min_batch_per_rank", "grid.max_batch_per_rank"),
     ("grid.min_global_batch", "grid.max_global_batch"),
 )
@@ -99,7 +106,7 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
-    problems += _check_queue_waits(settings)
+    problems += _check_queue_waits(settings) + _check_service_units(settings)
     milestones = settings.training.milestones
     if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
         problems.append(f"training.milestones is {milestones}; list epochs from 1 on in rising order")
@@ -129,6 +136,26 @@ def _check_queue_waits(settings: Settings) -> list[str]:
     if len({str(nodes) for nodes in waits}) < len(waits):
         problems.append(f"{key} gives a number of nodes twice: {waits}; keep one of them")
     return problems
+
+
+def _check_service_units(settings: Settings) -> list[str]:
+    """The weights that the settings give; those of a partition are checked with the site."""
+    weights = settings.pricing.billing_weights
+    if settings.pricing.kind is not PricingKind.service_units:
+        return []
+    if weights is not None:
+        from tula_hpc.prices import service_units
+
+        try:
+            service_units(settings.cluster, weights, needs_units=True)
+        except ValueError as error:
+            return [f"pricing.billing_weights is {weights!r}: {error}"]
+    elif settings.cluster.kind is ClusterKind.local:
+        return [
+            "pricing.billing_weights is null and cluster.kind is local, which has no partition to ask; give weights, "
+            "such as pricing.billing_weights='CPU=1.0,Mem=0.25G,GRES/gpu=16', or another pricing"
+        ]
+    return []
 
 
 def _check_controller(settings: Settings) -> list[str]:

@@ -71,6 +71,8 @@ class ProfilingKind(Enum):
 class PricingKind(Enum):
     node_hour = "node_hour"
     memory = "memory"
+    spot = "spot"
+    service_units = "service_units"
 
 
 class MethodKind(Enum):
@@ -257,10 +259,18 @@ class ObjectiveSettings:
     kind: ObjectiveKind = ObjectiveKind.knee
     """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay; `time_to_result`: fastest counting
     the wait in the queue."""
+    deadline_h: float | None = None
+    """Hours that the training may take by the upper end of its prediction, with the wait in the queue where that is
+    known (`queue_wait_min`); validation and start-up come on top. Null: any."""
+    budget: float | None = None
+    """What the training may cost by the upper end of its prediction, in `pricing.currency`. Null: anything."""
+    max_nodes: int | None = None
+    """Most nodes to train on. Null: `grid.max_nodes`, which also bounds what is measured."""
     tie_tolerance: float = 0.02
-    """Candidates within this share of the best count as equal; the smaller batch of them is taken."""
+    """Candidates within this share of the best count as equal, and up to twice as far off where the interval of their
+    prediction reaches down to the best; the smaller batch of them is taken. 0: the exact best."""
     queue_wait_min: dict[Any, Any] = field(default_factory=dict)
-    """For `time_to_result`: how long a training waits in your queue, minutes by number of nodes, given as
+    """For `time_to_result` and `deadline_h`: how long a training waits in your queue, minutes by number of nodes, as in
     '+objective.queue_wait_min={1: 5, 8: 240}'; between two of them it is interpolated, outside the nearest is taken.
     Empty: Slurm's estimates when the choice is made, of which one that Slurm does not give counts as 0."""
 
@@ -269,10 +279,20 @@ class ObjectiveSettings:
 class PricingSettings:
     kind: PricingKind = PricingKind.node_hour
     price_per_node_hour: float = 2.48
-    """For `node_hour` (paper: 2.48, a cloud V100 in 2025)."""
+    """For `node_hour` (paper: 2.48, a cloud V100 in 2025) and `spot`."""
     price_per_gib_hour: float = 0.15
     """For `memory`: price of one GiB of GPU memory in use for an hour (paper: 0.15)."""
+    interruptions_per_node_hour: float = 0.05
+    """For `spot`: how often one node is taken away, per hour. A training of N nodes is interrupted N times as often."""
+    checkpoint_interval_min: float = 10.0
+    """For `spot`: minutes between two checkpoints, half of which an interruption loses on average."""
+    restart_min: float = 5.0
+    """For `spot`: minutes from an interruption until the training goes on, with the wait for another node."""
+    billing_weights: str | None = None
+    """For `service_units`: units an hour for one of each resource, as Slurm's TRESBillingWeights, such as
+    'CPU=1.0,Mem=0.25G,GRES/gpu=16'. Null: those of the partition, asked of Slurm."""
     currency: str = "$"
+    """Stands before every cost."""
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tula_hpc.config import ProfilingKind, Settings
+from tula_hpc.config import PricingKind, ProfilingKind, Settings
 from tula_hpc.control.packing import Submission
 from tula_hpc.display import Display, count, duration
 from tula_hpc.runs import RunFolder
@@ -16,8 +17,9 @@ from tula_hpc.starting import folder_of, refuse_what_cannot_work, scheduler_of, 
 
 def plan(settings: Settings, command: list[str], display: Display) -> None:
     """Candidates, jobs, node-hours and cost of the first round of profiling, and the text sbatch would get."""
-    from tula_hpc.control.controller import Controller, price_of, profiling_requests
+    from tula_hpc.control.controller import Controller, profiling_requests
     from tula_hpc.control.slurm import SlurmScheduler
+    from tula_hpc.prices import price_of
 
     settings = settled(settings, display)
     refuse_what_cannot_work(settings)
@@ -38,16 +40,23 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
         display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} ({how})")
         about += submission.node_hours(settings)
         atmost += submission.num_jobs * request.num_nodes * (submission.time_limit_min or 0) / 60
-    price = settings.pricing.price_per_node_hour
-    cost = f", {settings.pricing.currency}{about * price:.2f} at {price} a node-hour"
-    known = cost if settings.pricing.kind.name == "node_hour" else "; its price depends on the memory it will show"
+    price, currency = price_of(settings), settings.pricing.currency
+    cost = float(price.cost(3600 * about, 1, settings.cluster.ranks_per_node, math.nan))
+    known = "; its price depends on the memory it will show" if math.isnan(cost) else f", {currency}{cost:.2f}"
+    if settings.pricing.kind is PricingKind.service_units and settings.cluster.exclusive_profiling:
+        known += " and what else is charged for whole nodes"
     display.say(
         f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
     )
     if not scheduler.one_host:
         for line in sharing_compared(settings, {kind: controller.submissions(kind, wanted) for kind in ProfilingKind}):
             display.say(line)
-    display.say(f"objective={settings.objective.kind.name}, price: {price_of(settings).describe()}")
+    limits = [
+        f" objective.{key}={value:g}"
+        for key in ("deadline_h", "budget", "max_nodes")
+        if (value := getattr(settings.objective, key)) is not None
+    ]
+    display.say(f"objective={settings.objective.kind.name}{''.join(limits)}, price: {currency}{price.describe()}")
     display.say(f"the run folder would be {run.path}")
     if isinstance(scheduler, SlurmScheduler):
         for request, _ in requests:

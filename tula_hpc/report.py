@@ -162,7 +162,7 @@ def _header(records: Records) -> str:
     facts = {
         "Model": f"{s.workload.name}: {_call(s.workload.model)}",
         "Data set": data,
-        "Objective": _OBJECTIVES[s.objective.kind],
+        "Objective": _OBJECTIVES[s.objective.kind] + _limits(s),
         "Grid": f"{grid} ({s.search.mode.name} search)",
         "Method": _method(s),
         "Training": f"{s.training.epochs} epochs, learning rate {s.training.lr:g}, {s.training.precision.name}",
@@ -170,6 +170,16 @@ def _header(records: Records) -> str:
         "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
     }
     return f'<header><p class="kicker">tula_hpc report</p><h1>{escape(s.name)}</h1>{facts_list(facts)}</header>'
+
+
+def _limits(settings: Settings) -> str:
+    objective = settings.objective
+    kept = [
+        "" if objective.deadline_h is None else f", up to {objective.deadline_h:g} h",
+        "" if objective.budget is None else f", up to {settings.pricing.currency}{objective.budget:g}",
+        "" if objective.max_nodes is None else f", up to {count(objective.max_nodes, 'node')}",
+    ]
+    return "".join(kept)
 
 
 def _call(node: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import (
     MethodKind,
     ObjectiveKind,
-    PricingKind,
     ProfilingKind,
     Settings,
     measurement_signature,
@@ -33,12 +32,13 @@ from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
+from tula_hpc.models.limits import Limits
 from tula_hpc.models.memory import MemoryFit, fit_memory
-from tula_hpc.models.pricing import MemoryPrice, NodeHourPrice, Price
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import next_candidates
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
+from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
 
@@ -281,13 +281,18 @@ class Controller:
 
     def _choose(self) -> None:
         fit = read_json(self.run.fit)
-        grid = self.settings.grid_candidates()
+        grid, objective, currency = (
+            self.settings.grid_candidates(),
+            self.settings.objective,
+            self.settings.pricing.currency,
+        )
+        price = price_of(self.settings)
         predict = functools.partial(
             candidate_table,
             grid,
             StepTimeFit.from_dict(fit["step_time"][fit["step_time_form"]]),
             MemoryFit.from_dict(fit["memory"]),
-            price_of(self.settings),
+            price,
             self.settings.train_samples,
             self.settings.training.epochs,
             fit["memory_limit_gib"],
@@ -296,19 +301,19 @@ class Controller:
             pd.DataFrame(fit["points"]),
         )
         table = predict()
-        if self.settings.objective.kind is ObjectiveKind.time_to_result:
+        if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
             table = predict(self._queue_waits(table))
         for row, candidate in enumerate(grid):
             if candidate.name in fit["failed"]:
                 table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
-        objective = self.settings.objective
-        choice = select(table, objective.kind.name, objective.tie_tolerance, self.settings.pricing.currency)
+        table = Limits(objective.deadline_h, objective.budget, objective.max_nodes).keep(table, currency)
+        choice = select(table, objective.kind.name, objective.tie_tolerance, currency)
         write_json(
             self.run.selection,
             {
                 **choice.to_dict(),
-                "price": price_of(self.settings).describe(),
-                "currency": self.settings.pricing.currency,
+                "price": price.describe(),
+                "currency": currency,
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
         )
@@ -403,13 +408,6 @@ def checkpoint_samples(run: RunFolder) -> int:
     """Samples that the newest checkpoint has seen, by its name; 0 if there is none."""
     names = [path.stem.removeprefix("samples-") for path in run.checkpoints.glob("samples-*.pt")]
     return max((int(name) for name in names if name.isdigit()), default=0)
-
-
-def price_of(settings: Settings) -> Price:
-    pricing = settings.pricing
-    if pricing.kind is PricingKind.memory:
-        return MemoryPrice(pricing.price_per_gib_hour)
-    return NodeHourPrice(pricing.price_per_node_hour)
 
 
 def _memory_words(submission: Submission) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tula_hpc.config import ClusterSettings, Settings
+from tula_hpc.config import ClusterSettings, PricingKind, Settings
 
 COMMAND_TIMEOUT_S = 60.0
 CONFIG_RETRY_S = 60.0
@@ -157,6 +157,24 @@ def memory_gib_per_node(cluster: ClusterSettings) -> float | None:
     return smallest_mib / 1024 if smallest_mib > 1 else None  # 1 is what Slurm takes where a site says nothing
 
 
+def billing_weights(cluster: ClusterSettings) -> str | None:
+    """TRESBillingWeights of the partition in use; None if Slurm does not answer."""
+    name = partition_used(cluster, partitions())
+    answer = None if name is None else answer_of("scontrol", "show", "partition", name)
+    return None if answer is None else read_billing(answer)
+
+
+def read_billing(text: str) -> str:
+    """The weights in the answer of `scontrol show partition`; a partition without any bills its cores."""
+    found = re.search(r"\bTRESBillingWeights=(\S+)", text)
+    return "CPU=1" if found is None or found.group(1) == "(null)" else found.group(1)
+
+
+def bills_largest() -> bool:
+    """Whether a job is billed for the largest of its weighted resources instead of their sum."""
+    return "MAX_TRES" in site_config().get("PriorityFlags", "").upper().split(",")
+
+
 def broken_hosts(hosts: Collection[str]) -> list[str]:
     """Those of the hosts that are down, drained, failing or silent; none if Slurm does not answer."""
     if not hosts:
@@ -199,7 +217,24 @@ def check_site(settings: Settings) -> list[str]:
             )
     else:
         problems.append(f"cluster.partition is not set and this cluster has no default; set it to one of {offered}")
-    return problems + _check_association(cluster)
+    return problems + _check_association(cluster) + ([] if problems else _check_billing(settings))
+
+
+def _check_billing(settings: Settings) -> list[str]:
+    """Whether a price in service units can be made of what the partition charges."""
+    pricing = settings.pricing
+    if pricing.kind is not PricingKind.service_units or pricing.billing_weights is not None:
+        return []
+    from tula_hpc.prices import service_units
+
+    weights = billing_weights(settings.cluster)
+    if weights is None:
+        return ["pricing.billing_weights is null and `scontrol show partition` does not answer; give weights, or wait"]
+    try:
+        service_units(settings.cluster, weights)
+    except ValueError as error:
+        return [f"pricing.billing_weights is null and the partition has TRESBillingWeights={weights}: {error}"]
+    return []
 
 
 def _check_association(cluster: ClusterSettings) -> list[str]:

@@ -21,11 +21,13 @@ from scipy.interpolate import PchipInterpolator
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.errors import TulaError
+from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
 from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.search import close_infeasible
 from tula_hpc.models.step_time import StepTimeFit, training_time_s
+from tula_hpc.models.words import configuration, duration
 
 Array = NDArray[Any]
 
@@ -38,7 +40,8 @@ MAX_KNEE_DISAGREEMENT = 1.0
 POINTS_PER_DOUBLING = 16
 """Density of the curve handed to Kneedle."""
 MAX_TIE = 2.0
-"""The interval of a prediction widens a tie to at most this multiple of the tolerance."""
+"""Intervals make a tie up to this multiple of the tolerance: that of an extrapolation would reach any candidate, and
+the choice should not lose more than a few percent to a smaller batch."""
 
 _KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 _PREDICTED = ["step_time_s", "epoch_time_s", "train_time_s", "cost", "memory_gib"]
@@ -68,10 +71,6 @@ class Rule(str, Enum):
     SMALLEST_BATCH_IN_TIE = "smallest_batch_in_tie"
     KNEEDLE = "kneedle"
     WITHIN_TOLERANCE_OF_BEST = "within_10_percent_of_best"
-
-
-class NoFeasibleConfiguration(TulaError):
-    """No candidate can be chosen; the message counts the reasons and says what to change."""
 
 
 class UnusableFit(TulaError):
@@ -155,8 +154,9 @@ def candidate_table(
 
     Returns:
         Columns num_nodes, gpus_per_node, batch_per_rank, global_batch, step_time_s, step_time_low_s, step_time_high_s,
-        epoch_time_s, train_time_s, train_time_low_s, train_time_high_s, cost, memory_gib, feasible, why_infeasible,
-        measured_step_time_s, measured_memory_gib, extrapolated, queue_wait_s, queue_wait_source, time_to_result_s.
+        epoch_time_s, train_time_s, train_time_low_s, train_time_high_s, interruptions_s, cost, memory_gib, feasible,
+        why_infeasible, measured_step_time_s, measured_memory_gib, extrapolated, queue_wait_s, queue_wait_source,
+        time_to_result_s. Training times hold what the price's interruptions are expected to take, interruptions_s.
         Unknown numbers are NaN, but an unknown wait counts as none in time_to_result_s.
 
     Raises:
@@ -169,18 +169,22 @@ def candidate_table(
     table["global_batch"] = [c.global_batch for c in candidates]
     table["step_time_s"] = step_time_fit.predict(table)
     table["step_time_low_s"], table["step_time_high_s"] = step_time_fit.interval(table)
-    batch = table["global_batch"].to_numpy()
+    batch, nodes = table["global_batch"].to_numpy(), table["num_nodes"].to_numpy()
     table["epoch_time_s"] = training_time_s(table["step_time_s"].to_numpy(), train_samples, 1, batch)
     for end in ("", "_low", "_high"):
         steps = table[f"step_time{end}_s"].to_numpy()
-        table[f"train_time{end}_s"] = training_time_s(steps, train_samples, epochs, batch)
+        uninterrupted = training_time_s(steps, train_samples, epochs, batch)
+        table[f"train_time{end}_s"] = price.expected_time_s(uninterrupted, nodes)
+        if not end:
+            table["interruptions_s"] = table["train_time_s"] - uninterrupted
     table["memory_gib"] = np.nan if memory_fit is None else memory_fit.predict(table["batch_per_rank"].to_numpy())
     table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_KEYS[:2], "memory_gib")))
     table = table.join(_measurements(measured), on=_KEYS)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c.batch_per_rank, float(seen), memory_fit, limit_gib, memory_fraction)
-        for c, seen in zip(candidates, table["measured_memory_gib"], strict=True)
+        or ("" if math.isfinite(time_s) else "interrupted too often to get from one checkpoint to the next")
+        for c, seen, time_s in zip(candidates, table["measured_memory_gib"], table["train_time_s"], strict=True)
     ]
     table["feasible"] = table["why_infeasible"] == ""
     table["extrapolated"] = step_time_fit.extrapolates(table)
@@ -247,9 +251,10 @@ def select(
     """Chooses a row of a candidate table.
 
     time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
-    the smallest global batch among them wins, since a larger one risks accuracy for nothing. The tolerance is widened
-    to the prediction's own interval, but at most to `MAX_TIE` times: most of that error is common to all candidates
-    and does not change their order. knee: see `_find_knee`. time_to_result: as time, counting the wait in the queue.
+    so do those whose interval reaches down to the least, up to `MAX_TIE` times the tolerance. The smallest global batch
+    of the tied wins, since a larger one risks accuracy for nothing. The bound is close because most of a prediction's
+    error is common to all candidates and does not change their order. knee: see `_find_knee`. time_to_result: as time,
+    counting the wait in the queue.
 
     Args:
         table: From `candidate_table`; the order of its rows does not matter.
@@ -290,7 +295,9 @@ def select(
         predicted=_numbers(row),
         interval={"train_time_s": [float(row["train_time_low_s"]), float(row["train_time_high_s"])]},
         alternatives=[_alternative(feasible, why, other) for why, other in [*others, *following]],
-        reason=_reason(row, detail, objective, currency) + _waiting(feasible, row, objective),
+        reason=_reason(row, detail, objective, currency)
+        + (_smallest_cluster(feasible, index, tie_tolerance, currency) if objective is Objective.COST else "")
+        + _waiting(feasible, row, objective),
         knee=knee,
     )
 
@@ -302,20 +309,20 @@ def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tu
     if ordered.empty:
         return None
     least = ordered.iloc[0]
-    of_s = least["time_to_result_s"] if objective is Objective.TIME_TO_RESULT else least["train_time_s"]
-    half_width = (least["train_time_high_s"] - least["train_time_s"]) / of_s  # the wait is no part of the fit
-    width = min(max(tie_tolerance, half_width), MAX_TIE * tie_tolerance)
-    tied = ordered.loc[ordered[metric] <= least[metric] * (1 + width)].sort_values(["global_batch", metric, *_KEYS])
-    chosen = tied.iloc[0]
-    index = int(tied.index.to_numpy()[0])
+    bound = MAX_TIE * tie_tolerance
+    near = ordered[metric] <= least[metric] * (1 + tie_tolerance)
+    reaches_least = interval_end(ordered, metric, "low") <= least[metric]
+    tied = ordered.loc[near | (reaches_least & (ordered[metric] <= least[metric] * (1 + bound)))]
+    chosen = tied.sort_values(["global_batch", metric, *_KEYS]).iloc[0]
+    index = int(chosen.name)
     if index == least.name:
         return index, Rule.MINIMUM, f"It has the least predicted {name}."
     return (
         index,
         Rule.SMALLEST_BATCH_IN_TIE,
-        f"Its {name} is {chosen[metric] / least[metric] - 1:.1%} above the least ({_configuration(least)}), within the "
-        f"{width:.0%} that count as a tie, and its global batch of {chosen['global_batch']} is the smallest of the "
-        f"{len(tied)} tied.",
+        f"Its {name} is {chosen[metric] / least[metric] - 1:.1%} above the least ({configuration(least)}), and its "
+        f"global batch of {chosen['global_batch']} is the smallest of the {len(tied)} that count as tied: those within "
+        f"{tie_tolerance:.1%} of the least, and within {bound:.1%} if their interval reaches down to it.",
     )
 
 
@@ -417,20 +424,42 @@ def _kneedle(x: Array, y: Array) -> float | None:
 
 
 def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) -> str:
-    sentences = [f"{_configuration(row)} would train in {_duration(row['train_time_s'])}"]
-    low, high = _duration(row["train_time_low_s"]), _duration(row["train_time_high_s"])
+    sentences = [f"{configuration(row)} would train in {duration(row['train_time_s'])}"]
+    low, high = duration(row["train_time_low_s"]), duration(row["train_time_high_s"])
     sentences[0] += f" (between {low} and {high}; validation and start-up come on top)"
     sentences[0] += (
         f" at a cost of {currency}{row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
     )
+    if row.get("interruptions_s", 0.0) > 0:
+        sentences.append(f"Expected interruptions take {duration(row['interruptions_s'])} of that.")
     sentences.append(detail)
-    if objective is Objective.COST:
-        sentences.append("A fixed price per node usually picks the smallest cluster, since more nodes never pay back.")
     if objective in (Objective.TIME, Objective.TIME_TO_RESULT):
         sentences.append("Epochs are taken as independent of the batch, so the least time favours large batches.")
     if row["extrapolated"]:
         sentences.append("It lies outside the profiled range: verify it before a long run.")
     return " ".join(sentences)
+
+
+def _smallest_cluster(rows: pd.DataFrame, chosen: int, tie_tolerance: float, currency: str) -> str:
+    """That the least cost is the smallest cluster's, as in most cases, and the deadline that would change that."""
+    num_nodes = rows["num_nodes"][chosen]
+    if num_nodes > rows["num_nodes"].min() or rows["num_nodes"].nunique() == 1:
+        return ""
+    words = " As mostly under a fixed price, the smallest cluster is the cheapest: more nodes cost more than they save."
+    hours, left, index = promised_hours(rows), rows, chosen
+    while rows["num_nodes"][index] == num_nodes:  # a larger batch of the same cluster may be faster, and tied in cost
+        deadline_h = hours[index]
+        left = left.loc[hours[left.index] < deadline_h]
+        found = _least(left, Objective.COST, tie_tolerance)
+        if found is None:
+            return f"{words} No larger cluster is faster, so no deadline would change that."
+        index = found[0]
+    other = rows.loc[index]
+    return (
+        f"{words} A deadline below {deadline_h:.4g} h would change the choice: objective.deadline_h="
+        f"{typed(float(hours[left.index].max())):g}, and the wait in the queue if there is one, takes "
+        f"{configuration(other)}, up to {hours[index]:.3g} h at a cost of {currency}{other['cost']:.3g}."
+    )
 
 
 def _waiting(rows: pd.DataFrame, row: pd.Series, objective: Objective) -> str:
@@ -439,7 +468,7 @@ def _waiting(rows: pd.DataFrame, row: pd.Series, objective: Objective) -> str:
         return ""
     words = ""
     if math.isfinite(row["queue_wait_s"]):
-        wait, total = _duration(row["queue_wait_s"]), _duration(row["time_to_result_s"])
+        wait, total = duration(row["queue_wait_s"]), duration(row["time_to_result_s"])
         words = (
             f" Its time to the result of {total} has {wait} of waiting in the queue in it ({row['queue_wait_source']})."
         )
@@ -448,19 +477,6 @@ def _waiting(rows: pd.DataFrame, row: pd.Series, objective: Objective) -> str:
         nodes = ", ".join(map(str, unknown)) + (" node" if unknown == [1] else " nodes")
         words += f" How long a job of {nodes} would wait is not known and counts as 0."
     return words
-
-
-def _configuration(row: pd.Series) -> str:
-    nodes = "1 node" if row["num_nodes"] == 1 else f"{row['num_nodes']} nodes"
-    ranks = "1 rank" if row["gpus_per_node"] == 1 else f"{row['gpus_per_node']} ranks"
-    return f"{nodes} x {ranks} with {row['batch_per_rank']} samples each"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def _numbers(row: pd.Series) -> dict[str, float | None]:

@@ -1,0 +1,20 @@
+"""How a candidate and a time stand in a sentence."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+
+def configuration(row: pd.Series) -> str:
+    """`4 nodes x 1 rank with 64 samples each`."""
+    nodes = "1 node" if row["num_nodes"] == 1 else f"{row['num_nodes']} nodes"
+    ranks = "1 rank" if row["gpus_per_node"] == 1 else f"{row['gpus_per_node']} ranks"
+    return f"{nodes} x {ranks} with {row['batch_per_rank']} samples each"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits, in hours, minutes or seconds."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
