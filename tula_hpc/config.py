@@ -101,6 +101,8 @@ class StepTimeForm(Enum):
 
 class Collective(Enum):
     ring = "ring"
+    tree = "tree"
+    reduce_scatter_all_gather = "reduce_scatter_all_gather"
     parameter_server = "parameter_server"
 
 

@@ -1,0 +1,291 @@
+"""How well step times are predicted that the fit has not seen, and how good the decisions are that follow.
+
+    python -m tests.benchmarks.predictions --traces FOLDER
+
+Data sets are the CSV files of the Sia artifact (SOSP'23) in FOLDER, `<model>-{scalability,placements}-aws.csv`, split
+by GPUs per node and by whether one node belongs to the grid, and the run records in tests/data. Fits see
+
+    corners     what search=partial measures
+    corners+2   also the middle batch of the largest and of the middle cluster: six points, or eight from one node on
+    all         every point, and the errors are of the same points
+    left out    nine tenths of the configurations; the errors are of the others, ten times
+
+Errors are |predicted - measured| / measured over the points not in the fit. Regret is the measured training time of the
+configuration that the predictions choose over that of the one that the measurements choose, less 1; for the knee its
+size, since a knee too far up the curve is faster and as wrong. Over all, each source counts alike: means over its data
+sets, then over sources. Variants of the overlap form are judged by leaving out each source in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.models import step_forms, step_time
+from tula_hpc.models.pricing import NodeHourPrice
+from tula_hpc.models.search import next_candidates
+from tula_hpc.models.selection import candidate_table, select
+from tula_hpc.models.step_forms import Array, Collective
+from tula_hpc.models.step_time import StepTimeOutcome, fit_step_time
+from tula_hpc.runs import read_json
+
+KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+TRAIN_SAMPLES = 1_281_167
+MODES = ("corners", "corners+2", "all", "left out")
+RECORDS = Path(__file__).parents[1] / "data"
+
+Predict = Callable[[pd.DataFrame], Array]
+Fit = Callable[[pd.DataFrame], Predict]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Measured step times of one application on one kind of machine."""
+
+    source: str
+    """What was measured; data sets of one source are left out together."""
+    name: str
+    """Which part of it."""
+    table: pd.DataFrame
+    """One row per configuration: KEYS, step_time_s, sync_time_s and, where known, compute_time_s."""
+
+
+def data_sets(traces: Path | None) -> Iterator[DataSet]:
+    """The traces by model and GPUs per node, then the records."""
+    models = sorted(path.name.split("-")[0] for path in traces.glob("*-scalability-aws.csv")) if traces else []
+    for model in models:
+        table = read_trace(traces, model)
+        several = table.loc[table["num_nodes"] > 1]
+        for gpus in (1, 2, 4):
+            yield DataSet(model, f"g={gpus}, N>=1", table.loc[table["gpus_per_node"] == gpus])
+            yield DataSet(model, f"g={gpus}, N>=2", several.loc[several["gpus_per_node"] == gpus])
+        yield DataSet(model, "g=1..4, N>=1", table)
+    for fit in sorted(RECORDS.glob("*/fit.json")):
+        table = pd.DataFrame(read_json(fit)["points"])
+        for fewest in (1, 2):
+            yield DataSet(fit.parent.name, f"N>={fewest}", table.loc[table["num_nodes"] >= fewest])
+
+
+def read_trace(folder: Path, model: str) -> pd.DataFrame:
+    """The configurations of a model with as many GPUs on each node, repeated measurements averaged."""
+    placements = pd.read_csv(folder / f"{model}-placements-aws.csv", dtype={"placement": str})
+    placements = placements.loc[[len(set(digits)) == 1 for digits in placements["placement"]]]
+    nodes, gpus = placements["placement"].str.len(), placements["placement"].str[0].astype(int)
+    placements = placements.assign(num_nodes=nodes, gpus_per_node=gpus)
+    scaling = pd.read_csv(folder / f"{model}-scalability-aws.csv")
+    scaling = scaling.loc[scaling["num_replicas"] % scaling["num_nodes"] == 0]
+    scaling = scaling.assign(gpus_per_node=scaling["num_replicas"] // scaling["num_nodes"])
+    names = {"local_bsz": "batch_per_rank", "step_time": "step_time_s", "sync_time": "sync_time_s"}
+    table = pd.concat([placements, scaling]).rename(columns=names)[[*KEYS, "step_time_s", "sync_time_s"]]
+    return table.groupby(KEYS, as_index=False).mean()
+
+
+def measured_by(mode: str, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `table` that a search measures."""
+    if mode == "all":
+        return table
+    grid = {Candidate(int(n), int(b), int(g)) for n, g, b in table[KEYS].to_numpy()}
+    chosen = set(next_candidates("partial", sorted(grid), set(), set()))
+    if mode == "corners+2":
+        clusters = sorted({(c.num_nodes, c.gpus_per_node) for c in grid})
+        for cluster in (clusters[-1], clusters[len(clusters) // 2]):
+            batches = [c for c in sorted(grid) if (c.num_nodes, c.gpus_per_node) == cluster]
+            chosen.add(batches[len(batches) // 2])
+    wanted = {(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in chosen}
+    return table.loc[[tuple(row) in wanted for row in table[KEYS].to_numpy()]]
+
+
+def regrets(predict: Predict, table: pd.DataFrame) -> tuple[float, float]:
+    """Regret of the choice by time and by knee."""
+    measured = table.set_index(KEYS)["step_time_s"]
+    truth = _choices(lambda rows: measured.loc[list(rows[KEYS].itertuples(index=False, name=None))].to_numpy(), table)
+    chosen = _choices(predict, table)
+
+    def train_time(c: Candidate) -> float:
+        return c.steps_per_epoch(TRAIN_SAMPLES) * float(measured[(c.num_nodes, c.gpus_per_node, c.batch_per_rank)])
+
+    by_time, by_knee = (train_time(ours) / train_time(best) - 1 for ours, best in zip(chosen, truth, strict=True))
+    return by_time, abs(by_knee)
+
+
+def _choices(predict: Predict, table: pd.DataFrame) -> list[Candidate]:
+    fit = SimpleNamespace(
+        predict=predict,
+        interval=lambda rows: (predict(rows), predict(rows)),
+        extrapolates=lambda rows: np.zeros(len(rows), dtype=bool),
+        outcome=StepTimeOutcome.OK,
+    )
+    grid = [Candidate(int(n), int(b), int(g)) for n, g, b in table[KEYS].to_numpy()]
+    nothing = table[[*KEYS, "step_time_s"]].iloc[:0]
+    rows = candidate_table(grid, fit, None, NodeHourPrice(1.0), TRAIN_SAMPLES, 1, None, 1.0, [], nothing)  # type: ignore[arg-type]
+    return [select(rows, objective, 0.0).candidate for objective in ("time", "knee")]
+
+
+def proportional(table: pd.DataFrame) -> Predict:
+    """The paper's terms read strictly: beta b + s (1 - 1/R), nothing constant."""
+    ranks = table["num_nodes"] * table["gpus_per_node"]
+    terms = np.stack([table["batch_per_rank"], 1 - 1 / ranks], axis=1)
+    beta, s = np.linalg.lstsq(terms, table["step_time_s"].to_numpy(), rcond=None)[0]
+    return lambda rows: (
+        beta * rows["batch_per_rank"].to_numpy() + s * (1 - 1 / (rows["num_nodes"] * rows["gpus_per_node"]).to_numpy())
+    )
+
+
+def overlap(table: pd.DataFrame) -> Predict:
+    """The default form."""
+    return fit_step_time(table, "overlap").predict
+
+
+def forms() -> dict[str, Fit]:
+    """Name -> how it is fitted."""
+    additive = {
+        f"additive, {c.value}": partial(lambda c, table: fit_step_time(table, "additive", c).predict, c)
+        for c in Collective
+    }
+    return {"proportional": proportional, **additive, "overlap": overlap}
+
+
+def variants() -> dict[str, Fit]:
+    """What could stand in the place of the default, as changes of `step_forms`."""
+    told_apart = step_forms._told_apart
+
+    def intercept(two_batches_only: bool, runs: step_forms.Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
+        free, names, notes = told_apart(runs)
+        if step_forms.T0 in free and (len(set(runs.batch)) == 2 or not two_batches_only):
+            free = sorted({*free, step_forms.ALPHA} - {step_forms.T0})
+        return free, names, notes
+
+    changes = {
+        "as it is": {"TYPICAL_GAMMA": step_forms.TYPICAL_GAMMA},
+        "no pull on gamma": {"GAMMA_SPREAD": 1e6},
+        "gamma 1 is usual": {"TYPICAL_GAMMA": 1.0},
+        "gamma 4 is usual": {"TYPICAL_GAMMA": 4.0},
+        "gamma always 3": {"GAMMA_SPREAD": 1e-9},
+        "squared errors": {"_misfit": lambda e: np.sum((e / step_forms.STEP_NOISE) ** 2, axis=-1)},
+        "noise 5 %": {"STEP_NOISE": 0.05},
+        "no floor": {"_told_apart": partial(intercept, False)},
+        "intercept from two batches": {"_told_apart": partial(intercept, True)},
+        "no growth with N": {"_growth": np.zeros_like},
+        "growth with log N": {"_growth": lambda nodes: np.log2(np.maximum(nodes, 2) / 2)},
+        "growth with 1 - 1/N": {"_growth": lambda nodes: np.where(nodes > 1, 1 - 2 / nodes, 0.0)},
+    }
+
+    def fitted(change: dict[str, object], table: pd.DataFrame) -> Predict:
+        def predict(rows: pd.DataFrame) -> Array:
+            with mock.patch.multiple(step_forms, **change):  # type: ignore[arg-type]
+                return fit.predict(rows)
+
+        no_interval = mock.patch.object(step_time, "_left_out_errors", return_value=())  # most of the time of a fit
+        with mock.patch.multiple(step_forms, **change), no_interval:  # type: ignore[arg-type]
+            fit = fit_step_time(table, "overlap")
+        return predict
+
+    return {name: partial(fitted, change) for name, change in changes.items()}
+
+
+def folds(mode: str, table: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Pairs of the rows that a fit sees and the rows that it is judged by."""
+    if mode == "left out":
+        fold = np.arange(len(table)) * 7 % 10
+        yield from ((table.loc[fold != each], table.loc[fold == each]) for each in range(10))
+    else:
+        seen = measured_by(mode, table)
+        yield seen, table if mode == "all" else table.drop(index=seen.index)
+
+
+def scores(fit: Fit, sets: list[DataSet], modes: tuple[str, ...], with_regret: bool = True) -> pd.DataFrame:
+    """One row per data set and mode: median and 90th percentile error and the regrets, in percent."""
+    rows = []
+    for data in sets:
+        for mode in modes:
+            pairs = [(fit(seen), seen, judged) for seen, judged in folds(mode, data.table)]
+            errors = np.concatenate(
+                [np.abs(p(judged) / judged["step_time_s"].to_numpy() - 1) for p, _, judged in pairs]
+            )
+            by = regrets(pairs[0][0], data.table) if with_regret and mode != "left out" else (np.nan, np.nan)
+            numbers = 100 * np.array([np.median(errors), np.quantile(errors, 0.9), *by])
+            rows.append((data.source, data.name, mode, *numbers))
+    return pd.DataFrame(rows, columns=["source", "name", "mode", "median", "p90", "time", "knee"])
+
+
+def over_all(found: pd.DataFrame) -> pd.DataFrame:
+    """Means over the data sets of a source, then over sources."""
+    numbers = ["median", "p90", "time", "knee"]
+    by_source = found.groupby(["mode", "source"], sort=False)[numbers].mean()
+    return by_source.groupby("mode", sort=False).mean()
+
+
+def coverage(model: str, sets: list[DataSet]) -> pd.DataFrame:
+    """Share of unseen runs inside the 90 % interval and its mean half-width, by mode; percent."""
+    rows = []
+    for data in sets:
+        for mode in ("corners", "corners+2", "left out"):
+            held, half_width = [], []
+            for seen, judged in folds(mode, data.table):
+                low, high = fit_step_time(seen, model).interval(judged)
+                held += list((judged["step_time_s"] >= low) & (judged["step_time_s"] <= high))
+                half_width += list(np.log(high / low) / 2)
+            rows.append((data.source, mode, 100 * np.mean(held), 100 * np.mean(half_width)))
+    table = pd.DataFrame(rows, columns=["source", "mode", "inside", "half_width"])
+    by_set = table.groupby("mode", sort=False)["inside"].agg(["min", "max"])
+    mean = (
+        table.groupby(["mode", "source"], sort=False)[["inside", "half_width"]]
+        .mean()
+        .groupby("mode", sort=False)
+        .mean()
+    )
+    return mean.join(by_set)
+
+
+def chosen_without(source: str, judged: dict[str, pd.DataFrame]) -> str:
+    """The variant with the least sum of medians and a third of p90 over the modes, on all sources but one."""
+
+    def loss(found: pd.DataFrame) -> float:
+        means = over_all(found.loc[found["source"] != source])
+        return float((means["median"] + means["p90"] / 3).sum())
+
+    return min(judged, key=lambda name: loss(judged[name]))
+
+
+def main() -> None:
+    """Prints all tables."""
+    parser = argparse.ArgumentParser(description="How well unseen step times are predicted")
+    parser.add_argument("--traces", type=Path, help="folder of the CSV files of the Sia artifact")
+    sets = list(data_sets(parser.parse_args().traces))
+    pd.set_option("display.width", 120, "display.max_rows", 200, "display.float_format", "{:.1f}".format)
+    for name, fit in forms().items():
+        found = scores(fit, sets, MODES)
+        print(f"{name}: error %, regret % of time and knee, over all", over_all(found), sep="\n", end="\n\n")
+        if name == "overlap":
+            wide = found.pivot(index=["source", "name"], columns="mode", values=["median", "p90", "time", "knee"])
+            for number, title in (
+                ("median", "median error"),
+                ("p90", "p90 error"),
+                ("time", "regret of time"),
+                ("knee", "of knee"),
+            ):
+                print(f"overlap, each data set: {title}, %", wide[number][list(MODES)], sep="\n", end="\n\n")
+    judged = {
+        name: scores(fit, sets, ("corners", "corners+2", "all"), with_regret=False) for name, fit in variants().items()
+    }
+    summary = pd.concat(
+        {name: over_all(found)[["median", "p90"]].unstack() for name, found in judged.items()}, axis=1
+    ).T
+    print("variants of overlap: error % over all", summary, sep="\n", end="\n\n")
+    for source in dict.fromkeys(data.source for data in sets):
+        print(f"best without {source}: {chosen_without(source, judged)}")
+    for model in ("overlap", "additive"):
+        print(f"\n{model}: unseen runs inside the 90 % interval, %", coverage(model, sets), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
