@@ -231,6 +231,7 @@ def test_an_error_of_the_users_own_is_shown_with_its_place(tula: Tula):
     assert code == 1
     assert "ValueError: a mistake in the model" in text
     assert "faulty_model.py, line" in text
+    assert '    raise ValueError("a mistake in the model")' in text
     assert "Traceback" not in text
     assert tula.verdicts(SMALL) == ["failed"]
 

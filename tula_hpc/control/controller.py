@@ -201,6 +201,8 @@ class Controller:
         name = self.jobs.candidate(attempt).name
         self.display.say(f"{name}: {attempt.verdict.value.replace('_', ' ')}: {attempt.reason}")
         if attempt.verdict is Verdict.failed:
+            for line in _last_lines(self.run.attempt(attempt.job, attempt.number).errors()):
+                self.display.say(f"    {line}")
             logs = ["python", "-m", "tula_hpc", "logs", str(self.run.path), name]
             self.display.say(f"  all it printed: {shlex.join(logs)}")
 
@@ -408,6 +410,12 @@ def checkpoint_samples(run: RunFolder) -> int:
     """Samples that the newest checkpoint has seen, by its name; 0 if there is none."""
     names = [path.stem.removeprefix("samples-") for path in run.checkpoints.glob("samples-*.pt")]
     return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _last_lines(errors: list[dict[str, Any]], num_lines: int = 6) -> list[str]:
+    """The end of what the rank printed that failed by itself, and not for the loss of another."""
+    own = next((error.get("traceback", "") for error in errors if error["kind"] == "error"), "")
+    return [line for line in own.splitlines() if line.strip() and not line.startswith("Traceback")][-num_lines:]
 
 
 def _memory_words(submission: Submission) -> str:
