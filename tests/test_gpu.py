@@ -52,7 +52,7 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
     settings.workload.model = {"_target_": f"{__name__}.model_on_part_of_the_gpu"}
     run = RunFolder(tmp_path / "run")
     controller = Controller(settings, run, LocalScheduler(settings), Display(Console(file=io.StringIO())), [])
-    controller._write_down_the_run()
+    controller.write_down_the_run()
     controller._profile()
     controller._fit()
     controller._choose()

@@ -14,7 +14,7 @@ from tula_hpc.checks import check, data_is_missing
 from tula_hpc.config import ClusterKind, ControllerKind, Settings, signature, to_plain
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, TulaError
-from tula_hpc.runs import RunFolder, write_text
+from tula_hpc.runs import RunFolder
 
 if TYPE_CHECKING:
     from tula_hpc.control.scheduler import Scheduler
@@ -71,7 +71,6 @@ def control(
     with controlling(run) as lease:
         if started_by_user:
             _uncancel(run, command, display)
-        _write_settings(settings, run)
 
         def heartbeat() -> None:
             if run.cancelled.exists():
@@ -95,13 +94,6 @@ def control(
             sys.exit(130)
         finally:
             scheduler.close()
-
-
-def _write_settings(settings: Settings, run: RunFolder) -> None:
-    """What `attach` and a controller job go on with: the settings as they were given last."""
-    import yaml
-
-    write_text(run.config, yaml.safe_dump(to_plain(settings), sort_keys=False))
 
 
 def shown(*arguments: str) -> str:
@@ -156,8 +148,7 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
             job = away.queued_controller(run)
             _uncancel(run, command, display)
             if job is None:
-                _write_settings(settings, run)
-                Controller(settings, run, scheduler_of(settings, run), display, command)._write_down_the_run()
+                Controller(settings, run, scheduler_of(settings, run), display, command).write_down_the_run()
                 job_id = away.submit_controller(settings, run)
                 display.say(f"the controller is Slurm job {job_id}; this command is not needed any more")
             else:

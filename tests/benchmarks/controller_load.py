@@ -131,7 +131,7 @@ def profile_and_fit(folder: Path, points: int, ranks: int) -> dict[str, Any]:
         began, cpu_began = time.monotonic(), time.process_time()
         submitting: list[float] = []
         controller.jobs.submit = _timed(controller.jobs.submit, submitting)
-        controller._write_down_the_run()
+        controller.write_down_the_run()
         controller._profile()
         profiled = time.monotonic()
         controller._fit()

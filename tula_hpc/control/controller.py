@@ -68,7 +68,7 @@ class Controller:
         Raises:
             TulaError: If nothing could be measured, nothing is feasible, or the training cannot be brought to an end.
         """
-        self._write_down_the_run()
+        self.write_down_the_run()
         if not self.run.fit.exists():
             self._profile()
             self._fit()
@@ -81,14 +81,15 @@ class Controller:
         self._report()
         self.display.result(self.run)
 
-    def _write_down_the_run(self) -> None:
+    def write_down_the_run(self) -> None:
+        """Put down who works on which run, with which settings; the first command's plan stays."""
         import yaml
 
         self.run.create()
         if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # else Slurm started this controller again, not a user
             self.journal.started(socket.gethostname(), shlex.join(self.command))
-        if not self.run.config.exists():
-            write_text(self.run.config, yaml.safe_dump(to_plain(self.settings), sort_keys=False))
+        # what `attach` and a controller job go on with: the settings as they were given last
+        write_text(self.run.config, yaml.safe_dump(to_plain(self.settings), sort_keys=False))
         if not self.run.plan.exists():
             write_json(
                 self.run.plan,
@@ -182,8 +183,8 @@ class Controller:
         reasons = {i: self.jobs.why_rejected("profile", part) for i, part in enumerate(parts)}
         refused = {i: reason for i, reason in reasons.items() if reason is not None}
         lines = [f"{count(parts[i].num_nodes, 'node')}{_memory_words(parts[i])}: {why}" for i, why in refused.items()]
-        is_first_round = not self._measured() and not self.journal.state().open
-        if refused and is_first_round:
+        nothing_else = not self._measured() and not self.journal.state().open
+        if refused and nothing_else:
             raise SubmissionRejected(
                 f"{self.scheduler.name} would not accept the jobs, nothing was submitted:\n  " + "\n  ".join(lines)
             )

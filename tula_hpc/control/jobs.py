@@ -111,13 +111,16 @@ class Jobs:
     def why_rejected(self, kind: str, submission: Submission) -> str | None:
         """The scheduler's words if it would refuse a submission; nothing is written or submitted."""
         self._heartbeat()
-        return self._scheduler.why_rejected(self._without_needless_exclusions(self.request(kind, *submission)))
+        return self._tried_out(self.request(kind, *submission))[1]
 
-    def _without_needless_exclusions(self, request: JobRequest) -> JobRequest:
-        """The request, on any host again if there are not enough without those that broke down."""
-        if not request.excluded_hosts or self._scheduler.why_rejected(request) is None:
-            return request
-        return replace(request, excluded_hosts=())
+    def _tried_out(self, request: JobRequest) -> tuple[JobRequest, str | None]:
+        """The request, on any host again if there are not enough without those that broke down, and the scheduler's
+        words if it would refuse it."""
+        reason = self._scheduler.why_rejected(request)
+        if reason is None or not request.excluded_hosts:
+            return request, reason
+        anywhere = replace(request, excluded_hosts=())
+        return anywhere, self._scheduler.why_rejected(anywhere)
 
     def submit(self, kind: str, submission: Submission) -> SubmissionLimited | None:
         """Submit attempts at all candidates, in as few submissions as the scheduler's limits allow.
@@ -154,7 +157,9 @@ class Jobs:
         Where the scheduler's answer got lost the attempts stay without an id, and `look` finds out.
         """
         self._heartbeat()
-        request = self._without_needless_exclusions(self.request(kind, *submission))
+        request = self.request(kind, *submission)
+        if request.excluded_hosts:
+            request, _ = self._tried_out(request)
         attempts = []
         with self._journal.together():
             for candidate, folder in zip(submission.candidates, request.attempts, strict=True):
