@@ -3,7 +3,6 @@ line in the background to watch while it does."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.runs import RunFolder
 
 from .cluster import ThrowawaySlurm, wait_until
+from .command import environment
 
 MODEL = '''
 import time
@@ -112,11 +112,10 @@ class Tula:
         ]
 
     def start(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         program = ["-m", "tula_hpc"] if self.driver is None else ["-c", self.driver]
         command = [sys.executable, *program, *self.arguments]
         self.process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=self.folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
     def finish(self) -> str:

@@ -17,6 +17,7 @@ from tula_hpc.errors import RecordError
 from tula_hpc.runs import RunFolder, read_json
 
 from .cluster import SlurmSettings, ThrowawaySlurm, wait_until
+from .command import named_run, tula
 
 SMALL = [
     "cluster=slurm",
@@ -42,20 +43,6 @@ def slurm_settings() -> SlurmSettings:
 def left_empty(slurm: ThrowawaySlurm):
     yield
     slurm.cancel_all()
-
-
-def tula(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "tula_hpc", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def named_run(answer: subprocess.CompletedProcess[str]) -> RunFolder:
-    """The run that a successful command names in its last line."""
-    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
-    last = answer.stdout.strip().splitlines()[-1]
-    assert last.startswith("run folder: ")
-    return RunFolder(Path(last.removeprefix("run folder: ")))
 
 
 def log(run: RunFolder) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from tula_hpc.control.journal import Journal
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.runs import read_json
 
 from .cluster import ThrowawaySlurm
+from .command import named_run, tula
 
 # Runs the command line and kills itself, once for each, before and after everything the controller makes durable.
 DRIVER = """
@@ -70,15 +68,12 @@ def test_a_controller_killed_at_every_step_ends_the_run_as_if_it_had_not_been(
         "grid.max_batch_per_rank=64",
         "grid.min_batch_per_rank=32",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     survived = tmp_path / "survived.txt"
-    command = [sys.executable, "driver.py", str(survived), *arguments]
     for _ in range(80):
-        answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        answer = tula(tmp_path, *arguments, program=("driver.py", str(survived)))
         if answer.returncode != -signal.SIGKILL:
             break
-    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
-    run = RunFolder(Path(answer.stdout.strip().splitlines()[-1].removeprefix("run folder: ")))
+    run = named_run(answer)
 
     points = survived.read_text().splitlines()
     jobs = ("profile/n001-b00032", "profile/n001-b00064", "train")
@@ -106,7 +101,6 @@ def test_a_submission_without_an_answer_is_found_and_not_repeated(
     """With a frozen controller sbatch fails although the job is taken; it is found by its tag once Slurm answers."""
     arguments = [*tiny_overrides, "cluster=slurm", "cluster.poll_interval_s=1", "cluster.memory_gib=1.5"]
     one = ["grid.max_nodes=1", "grid.max_batch_per_rank=32", "grid.min_batch_per_rank=32", "cluster.file_lag_s=20"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     # freezes Slurm at the moment of the first sbatch, and thaws it after sbatch has given up
     driver = """
 import os, signal, sys
@@ -131,10 +125,8 @@ main(sys.argv[1:])
 """
     (tmp_path / "driver.py").write_text(driver)
     pid = (slurm.folder / "run" / "slurmctld.pid").read_text().strip()
-    command = [sys.executable, "driver.py", pid, *arguments, *one]
-    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
-    run = RunFolder(Path(answer.stdout.strip().splitlines()[-1].removeprefix("run folder: ")))
+    answer = tula(tmp_path, *arguments, *one, program=("driver.py", pid))
+    run = named_run(answer)
     journal = Journal(run.journal)
     assert any("sbatch got no answer" in event.get("text", "") for event in journal.events())
     assert [a.verdict for a in journal.state().of("profile/n001-b00032")] == [Verdict.success]

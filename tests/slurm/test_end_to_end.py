@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tula_hpc.control.journal import Journal
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.runs import read_json
 
 from .cluster import ThrowawaySlurm
+from .command import named_run, tula
 
 IMAGES = Path("/usr/share/datasets/fashion-mnist")
 SMALL = [
@@ -71,25 +70,10 @@ def images() -> None:
     pytest.skip(reason)
 
 
-def tula(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does, from a folder of their own."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tula_hpc", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-
-
-def finished_run(answer: subprocess.CompletedProcess[str]) -> RunFolder:
-    """The run that a successful command names in its last line."""
-    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
-    last = answer.stdout.strip().splitlines()[-1]
-    assert last.startswith("run folder: ")
-    return RunFolder(Path(last.removeprefix("run folder: ")))
-
-
 def test_from_arrays_to_a_report(slurm: ThrowawaySlurm, tmp_path: Path):
     """One command profiles on 1, 2 and 4 nodes, chooses, trains on the nodes it chose, and reports; twice is once."""
     arguments = [*SMALL, "grid.max_batch_per_rank=128", "run_root='runs of \"mine\", é'"]
-    run = finished_run(tula(tmp_path, *arguments))
+    run = named_run(tula(tmp_path, *arguments))
 
     points = read_json(run.fit)["points"]
     assert {p["num_nodes"] for p in points} == {1, 2, 4}
@@ -104,7 +88,7 @@ def test_from_arrays_to_a_report(slurm: ThrowawaySlurm, tmp_path: Path):
     assert len(submissions) == 4  # an array for each node count, and the training
 
     events = list(run.journal.iterdir())
-    assert finished_run(tula(tmp_path, *arguments)) == run
+    assert named_run(tula(tmp_path, *arguments)) == run
     assert list(run.journal.iterdir()) == events
 
 
@@ -136,7 +120,7 @@ def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(
     """The cgroup kills the largest batch in profiling and the chosen one in training; half of it succeeds where there
     is no more memory to ask for."""
     answer = tula(tmp_path, *hungry, "cluster.max_memory_gib=1.6")
-    run = finished_run(answer)
+    run = named_run(answer)
     assert "relaunching with batch 64 a rank instead of 128" in answer.stdout
     state = Journal(run.journal).state()
     killed = state.last("profile/n001-b00256")
@@ -152,7 +136,7 @@ def test_a_batch_that_is_killed_for_memory_gives_way_to_a_smaller_one(
 
 def test_host_memory_is_raised_before_the_batch_is_lowered(slurm: ThrowawaySlurm, tmp_path: Path, hungry: list[str]):
     """A training that is killed for lack of host memory gets twice as much, and keeps its batch."""
-    run = finished_run(tula(tmp_path, *hungry))
+    run = named_run(tula(tmp_path, *hungry))
     trainings = Journal(run.journal).state().of("train")
     assert [a.verdict for a in trainings] == [Verdict.host_oom, Verdict.success]
     assert [(a.batch_per_rank, a.memory_gib) for a in trainings] == [(128, None), (128, 3.2)]

@@ -196,15 +196,20 @@ def test_a_training_longer_than_its_time_limit_takes_several_jobs(tula: Tula):
     assert [line["epoch"] for line in tula.run.read_metrics()] == list(range(1, 61))
 
 
+def run_that_hangs_once(tula: Tula, job: str) -> str:
+    """What a run prints whose job hangs until it has its verdict, and not again."""
+    tula.switch_on("hang")
+    tula.start()
+    tula.wait_claimed(job)
+    wait_for(lambda: tula.verdicts(job)[0] != "none", "the verdict")
+    tula.switch_off("hang")
+    return tula.finish()
+
+
 def test_a_rank_that_hangs_is_ended_with_a_reason(tula: Tula):
     """A job without progress is ended and run again; so is one of whose ranks one keeps the others waiting."""
     tula.overrides += ["cluster.hang_timeout_min=0.1"]
-    tula.switch_on("hang")
-    tula.start()
-    tula.wait_claimed(SMALL)
-    wait_for(lambda: tula.verdicts(SMALL)[0] != "none", "the verdict")
-    tula.switch_off("hang")
-    text = tula.finish()
+    text = run_that_hangs_once(tula, SMALL)
     assert tula.verdicts(SMALL) == ["hung", "success"]
     assert "no sign of progress for 6 s" in text
 
@@ -212,13 +217,8 @@ def test_a_rank_that_hangs_is_ended_with_a_reason(tula: Tula):
 def test_a_rank_that_keeps_the_others_waiting_ends_the_job(tula: Tula):
     """The rank that waits says for whom; the job ends at the collective time-out, not at its time limit."""
     tula.overrides += [*PAIR, "grid.max_batch_per_rank=32", "training.collective_timeout_s=5"]
-    tula.switch_on("hang")
-    tula.start()
     job = "profile/n002-b00032"
-    tula.wait_claimed(job)
-    wait_for(lambda: tula.verdicts(job)[0] != "none", "the verdict")
-    tula.switch_off("hang")
-    text = tula.finish()
+    text = run_that_hangs_once(tula, job)
     assert tula.verdicts(job) == ["hung", "success"]
     assert "rank 0 on tula-n" in text
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import RunFolder, read_json, write_text
 
 from .cluster import ThrowawaySlurm
+from .command import named_run, tula
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,11 +78,7 @@ def job_ids(slurm: ThrowawaySlurm, run: RunFolder) -> list[str]:
 def test_packed_measures_the_batches_of_each_number_of_nodes_in_one_job(slurm: ThrowawaySlurm, tmp_path: Path):
     """A whole run on 1 and 2 nodes: every point is measured, by exactly two jobs, and the training is a third."""
     arguments = [*TINY, "profiling=packed", "grid.max_nodes=2", "grid.max_batch_per_rank=32", "training.epochs=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tula_hpc", *arguments, "cluster.poll_interval_s=0.5"]
-    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
-    run = RunFolder(Path(answer.stdout.strip().splitlines()[-1].removeprefix("run folder: ")))
+    run = named_run(tula(tmp_path, *arguments, "cluster.poll_interval_s=0.5"))
     points = [(p["num_nodes"], p["batch_per_rank"]) for p in read_json(run.fit)["points"]]
     assert sorted(points) == [(n, b) for n in (1, 2) for b in (16, 32)]
     assert len(job_ids(slurm, run)) == 3
