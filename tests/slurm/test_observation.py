@@ -115,8 +115,10 @@ def test_two_controllers_share_one_squeue_an_interval(
     tmp_path: Path,
     run_folder: RunFolder,
     logged: Callable[[str], Callable[[], int]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Four processes that look ten times each, within one interval or two, cost one squeue or two."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the test before has just asked
     job = sbatch(slurm)
     count = logged("squeue")
     # MinJobAge is 2, so that the interval is one second; each process says when it began and ended
