@@ -1,0 +1,231 @@
+"""The methods that `accuracy` compares: the package's, the rivals' published rules, and what was tried on the way.
+
+A name is words joined by `+`, each a rule with its number: `lin+cap0.005` multiplies the rate by B/b and then bounds
+the relative size of each tensor's update. `METHODS` says what each word does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tula_hpc.optim.ags import TulaOptimizer
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+PLANS: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, ...], tuple[int, ...]]]] = {}
+
+
+class Method:
+    """How the weights of one training change."""
+
+    def __init__(
+        self, name: str, model: nn.Module, loss_fn: LossFn, lr: float, weight_decay: float, batch: int, small: int
+    ):
+        self.name, self.model, self.loss_fn, self.lr, self.batch, self.small = name, model, loss_fn, lr, batch, small
+        self.ratio = batch / small
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.matrices = [p for p in self.params if p.ndim > 1]
+        self.words = re.findall(r"([a-z_]+)([0-9.]*)", name)
+        multiplier, self.rules = 1.0, []
+        self.trust, self.tula, self.steps, self.mean_factor = None, None, 0, None
+        inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
+        self.inner, self.optimizer = inner, inner
+        for word, number in self.words:
+            value = float(number) if number else None
+            if word == "lin":
+                multiplier *= self.ratio
+            elif word == "sqrt":
+                multiplier *= math.sqrt(self.ratio)
+            elif word == "pow":  # (B/b)^value
+                multiplier *= self.ratio ** (value or 1.0)
+            elif word == "times":
+                multiplier *= value or 1.0
+            elif word in RULES:
+                self.rules.append((RULES[word], value))
+            elif word == "lars":
+                self.trust = value or 0.001
+            elif word in ("ags_paper", "ags_tensor", "ags_global"):
+                make = TulaOptimizer.paper if word == "ags_paper" else TulaOptimizer
+                options: dict[str, Any] = {} if word == "ags_paper" else {"granularity": word.split("_")[1]}
+                self.tula = make(inner, global_batch=batch, small_batch=small, **options)
+                self.optimizer = self.tula
+            elif word in ("fresh_tensor", "fresh_global"):
+                self.fresh = Fresh(self, word == "fresh_global", value or 1.0)
+                self.rules.append((self.fresh.rule, None))
+            elif word != "lbt":
+                raise ValueError(f"{word!r} is no rule")
+        self.multiplier = multiplier
+        self.epoch = 0.0
+        if self.trust is not None:  # decay is part of the layer-wise rate
+            self.weight_decay = weight_decay
+            inner.param_groups[0]["weight_decay"] = 0.0
+
+    def set_lr(self, factor: float, epoch: float) -> None:
+        self.rate = self.lr * self.multiplier * factor
+        self.epoch = epoch
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+
+    def step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> None:
+        """After backward: change the gradients, then the weights."""
+        if self.tula is not None and is_last_of_epoch:
+            with torch.autocast("cuda", torch.bfloat16):
+                self.tula.refresh(self.model, self.loss_fn, inputs, targets)
+        with torch.no_grad():
+            if hasattr(self, "fresh"):
+                self.fresh.look(inputs, targets)
+            if self.trust is not None:
+                self._layer_wise()
+            for rule, value in self.rules:
+                rule(self, value)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+
+    def _layer_wise(self) -> None:
+        """LARS: trust |w| / (|g| + decay |w|), on g + decay w; not for biases and norms."""
+        grads = [p.grad for p in self.matrices]
+        w, g = torch._foreach_norm(self.matrices), torch._foreach_norm(grads)
+        decay = self.weight_decay
+        torch._foreach_add_(grads, self.matrices, alpha=decay)
+        factors = [self.trust * a / (b + decay * a + 1e-9) for a, b in zip(w, g, strict=True)]
+        torch._foreach_mul_(grads, factors)
+
+    def before_evaluation(self) -> None:
+        """Nothing to average in one process."""
+
+    def facts(self) -> dict[str, Any]:
+        """What else belongs into the record."""
+        mean = None if self.mean_factor is None else round(float(self.mean_factor) / max(self.steps, 1), 4)
+        return {"multiplier": round(self.multiplier, 4), "mean_factor": mean, "steps": self.steps}
+
+    def multiply(self, factors: list[Tensor] | Tensor) -> None:
+        """Multiply all gradients, and keep the mean of the factors for the record."""
+        grads = [p.grad for p in self.params]
+        torch._foreach_mul_(grads, factors)
+        mean = torch.stack(factors).mean() if isinstance(factors, list) else factors
+        self.mean_factor = mean if self.mean_factor is None else self.mean_factor + mean
+
+
+def cap(method: Method, tau: float | None) -> None:
+    """A tensor's update is at most `tau` of its weights; biases and norms follow the whole model."""
+    tau = tau or 0.005
+    grads = [p.grad for p in method.params]
+    w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
+    is_matrix = torch.tensor([p.ndim > 1 for p in method.params], device=w.device)
+    each = tau * w / (method.rate * g + 1e-12)
+    whole = tau * w.norm() / (method.rate * g.norm() + 1e-12)
+    method.multiply(list(torch.where(is_matrix, each, whole).clamp(max=1.0).unbind()))
+
+
+def capall(method: Method, tau: float | None) -> None:
+    """The whole model's update is at most `tau` of its weights."""
+    tau = tau or 0.005
+    w = torch.stack(torch._foreach_norm(method.params)).norm()
+    g = torch.stack(torch._foreach_norm([p.grad for p in method.params])).norm()
+    method.multiply((tau * w / (method.rate * g + 1e-12)).clamp(max=1.0))
+
+
+def band(method: Method, share: float | None) -> None:
+    """`cap` at 0.005, and at least `share` of it: small gradients are raised, at most tenfold."""
+    share = share or 0.1
+    grads = [p.grad for p in method.params]
+    w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
+    is_matrix = torch.tensor([p.ndim > 1 for p in method.params], device=w.device)
+    each = 0.005 * w / (method.rate * g + 1e-12)
+    whole = 0.005 * w.norm() / (method.rate * g.norm() + 1e-12)
+    most = torch.where(is_matrix, each, whole)
+    method.multiply(list(torch.minimum(most, (share * most).clamp(1.0, 10.0)).unbind()))
+
+
+def clip(method: Method, times: float | None) -> None:
+    """The whole gradient is at most `times` its usual length, a running mean of the logarithm over about 50 steps."""
+    g = torch.stack(torch._foreach_norm([p.grad for p in method.params])).norm()
+    usual = getattr(method, "usual", None)
+    usual = g.log() if usual is None else usual
+    factor = ((times or 1.0) * usual.exp() / (g + 1e-12)).clamp(max=1.0)
+    method.usual = 0.98 * usual + 0.02 * (g * factor).log()  # type: ignore[attr-defined]
+    method.multiply(factor)
+
+
+def norm(method: Method, length: float | None) -> None:
+    """The whole gradient is at most this long."""
+    g = torch.stack(torch._foreach_norm([p.grad for p in method.params])).norm()
+    method.multiply(((length or 1.0) / (g + 1e-12)).clamp(max=1.0))
+
+
+RULES: dict[str, Callable[[Method, float | None], None]] = {
+    "cap": cap,
+    "capall": capall,
+    "band": band,
+    "clip": clip,
+    "norm": norm,
+}
+
+
+class Fresh:
+    """Ratio of the small to the large batch's gradient norm, from running means of their squares, drawn every four
+    steps on a sub-batch; between 1 and (B/b)^(power / 2), to the power given. Power 2 is AdaScale's gain.
+    """
+
+    def __init__(self, method: Method, whole: bool, power: float):
+        self.method, self.whole, self.power = method, whole, power
+        self.small: Tensor | None = None
+        self.large: Tensor | None = None
+
+    def look(self, inputs: Tensor, targets: Tensor) -> None:
+        method = self.method
+        if method.steps % 4 or method.ratio <= 1:
+            return
+        buffers = {name: b.clone() for name, b in method.model.named_buffers()}
+        parameters = dict(method.model.named_parameters())
+        with torch.enable_grad(), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+            with torch.autocast("cuda", torch.bfloat16):
+                outputs = torch.func.functional_call(method.model, {**parameters, **buffers}, (inputs[: method.small],))
+            loss = method.loss_fn(outputs.float(), targets[: method.small])
+            grads = torch.autograd.grad(loss, method.params)
+        small = torch.stack(torch._foreach_norm(grads)) ** 2
+        large = torch.stack(torch._foreach_norm([p.grad for p in method.params])) ** 2
+        if self.small is None or self.large is None:
+            self.small, self.large = small, large
+        else:
+            self.small, self.large = 0.9 * self.small + 0.1 * small, 0.9 * self.large + 0.1 * large
+
+    def rule(self, method: Method, _: float | None) -> None:
+        if self.small is None or self.large is None:
+            return
+        small, large = (self.small.sum(), self.large.sum()) if self.whole else (self.small, self.large)
+        gain = (small / (large + 1e-30)).clamp(1.0, method.ratio) ** (self.power / 2)
+        method.multiply(gain if self.whole else list(gain.unbind()))
+
+
+def build(
+    name: str, model: nn.Module, loss_fn: LossFn, lr: float, weight_decay: float, batch: int, small: int
+) -> Method:
+    """The method of that name for one training."""
+    return Method(name, model, loss_fn, lr, weight_decay, batch, small)
+
+
+_ALEXNET, _VGG, _RESNET = {"alexnet": (256, 512, 1024)}, {"vgg11": (4096,)}, {"resnet18": (4096,)}
+
+PLANS["explore"] = [  # long and short ones in turn, so that processes that share a GPU differ in what they need
+    (tasks, methods, (0,))
+    for long, short in (
+        ((_VGG, ("lin+cap0.001", "sqrt", "lin+clip1")), ("lin", "lin+cap0.001", "lin+cap0.005")),
+        ((_VGG, ("lin+cap0.0003", "lin+norm1", "lbt")), ("sqrt", "lbt", "lin+lars0.01")),
+        ((_RESNET, ("lin", "lin+cap0.001", "sqrt")), ("lin+times4+cap0.001", "lin+band0.1", "fresh_tensor2")),
+        ((_VGG, ("fresh_tensor2", "lin+capall0.001", "lin+band0.1")), ("lin+times4", "lin+times2", "lin+clip1")),
+        ((_RESNET, ("lbt", "lin+clip1", "lin+lars")), ("lin+times4+cap0.002", "lin+lars", "ags_paper")),
+        (
+            (_VGG, ("lin", "ags_paper", "lin+cap0.003")),
+            ("lin+times8+cap0.001", "fresh_global2", "lin+lars0.1"),
+        ),
+    )
+    for tasks, methods in (long, (_ALEXNET, short))
+] + [({"alexnet": (128,), "vgg11": (128,), "resnet18": (128,)}, ("lbt",), (0,))]
