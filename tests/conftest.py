@@ -56,7 +56,7 @@ def rank_meta() -> Callable[..., dict[str, Any]]:
 
     def make(**changes: Any) -> dict[str, Any]:
         parts = dict.fromkeys(
-            ("param_gib", "grad_gib", "optimizer_gib", "activation_gib", "batch_gib", "other_gib"), 0.1
+            ("param_gib", "grad_gib", "optimizer_gib", "activation_gib", "batch_gib", "outside_gib"), 0.1
         )
         memory = {"memory_gib": 0.6, "limit_gib": 8.0, "parts": parts, "allocator_retries": 0}
         meta = {

@@ -94,7 +94,7 @@ def test_ranks_know_no_scheduler():
     [
         ("submitit", {"control/slurm.py"}),
         ("hydra", {"composition.py"}),
-        ("kneed", {"models/selection.py"}),
+        ("kneed", {"models/knee.py"}),
         ("matplotlib", {"plots.py", "plot_style.py"}),
     ],
 )

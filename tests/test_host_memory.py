@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +23,21 @@ def test_a_reset_forgets_what_was_freed_before():
     smaller = bytearray(100 * MIB)
     assert host_memory.peak_resident_bytes() >= host_memory.resident_bytes() - MIB > 100 * MIB
     del smaller
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_what_children_hold_by_themselves_is_seen():
+    """A child counts with what it has written, and no longer when it has ended."""
+    code = f"held = bytearray(b'x' * {100 * MIB}); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        child.stdout.readline()
+        assert host_memory.children_bytes() > 100 * MIB
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.wait()
+    assert host_memory.children_bytes() < 100 * MIB
 
 
 @pytest.mark.parametrize(
@@ -49,3 +65,15 @@ def test_the_tightest_group_above_the_process_counts(
     monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     assert host_memory.limit_bytes() == limit
+    assert host_memory.limit_bytes(sharers=2) == limit / 2
+
+
+def test_what_a_process_has_is_part_of_what_it_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Available memory does not count what this process holds already; the rest is shared evenly."""
+    page = host_memory.resource.getpagesize()
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    (tmp_path / "self" / "statm").write_text("500 100 50 10 0 200 0")
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
+    assert host_memory.limit_bytes() == 4000 * 1024 + 100 * page
+    assert host_memory.limit_bytes(sharers=4) == 1000 * 1024 + 100 * page

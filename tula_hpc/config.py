@@ -245,8 +245,11 @@ class SearchSettings:
     """Form of the step-time model: `overlap`, or the paper's `additive` one (Eq. 2). Both are fitted and reported."""
     collective: Collective = Collective.ring
     """How the additive form takes gradients to be exchanged (Eq. 2c)."""
-    memory_fraction: float = 0.9
+    memory_fraction: float = 0.95
     """Share of a rank's memory that a candidate may be predicted to use."""
+    verify_choice: bool = True
+    """Whether a choice that was not measured is measured before the long training. That is a job more, which tells
+    whether it fits and is as fast as predicted; if not, the next one is chosen, up to five times."""
 
 
 @dataclass
@@ -482,7 +485,9 @@ def measurement_signature(settings: Settings) -> str:
     """
     fields = _result_fields(settings)
     steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
-    training = {key: fields["training"][key] for key in ("momentum", "precision", "channels_last")}
+    training = {
+        key: fields["training"][key] for key in ("momentum", "precision", "channels_last", "eval_batch_per_rank")
+    }
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
     machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
     software = [_own_code(settings), software_versions()["torch"]]

@@ -11,9 +11,15 @@ from tula_hpc.display import duration
 MEMORY_PARTS = {
     "param_gib": "parameters",
     "grad_gib": "gradients",
+    "bucket_gib": "gradient buckets",
     "optimizer_gib": "optimiser state",
+    "ags_gib": "gradient scaling",
     "other_gib": "process, libraries and cache",
+    "outside_gib": "process and libraries",
+    "loader_gib": "loader workers",
+    "reserve_gib": "allocator's reserve",
     "batch_gib": "batch",
+    "workspace_gib": "workspace",
     "activation_gib": "activations",
 }
 """Terms of the memory model in words."""

@@ -48,6 +48,8 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
     display.say(
         f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
     )
+    if settings.search.verify_choice and len(wanted) < len(grid):
+        display.say("a choice that is none of these is measured, too, before the training: a job more for each try")
     if not scheduler.one_host:
         for line in sharing_compared(settings, {kind: controller.submissions(kind, wanted) for kind in ProfilingKind}):
             display.say(line)

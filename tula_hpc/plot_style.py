@@ -35,9 +35,15 @@ STEP_PARTS = {
 MEMORY_COLOURS = {
     "param_gib": "#3e6fa3",
     "grad_gib": "#8fb8de",
+    "bucket_gib": "#c3d7ec",
     "optimizer_gib": "#8a7fb5",
+    "ags_gib": "#c2a5cf",
     "other_gib": "#b9c2cb",
+    "outside_gib": "#b9c2cb",
+    "loader_gib": "#e3cf9b",
+    "reserve_gib": "#dde3e8",
     "batch_gib": "#e9c46a",
+    "workspace_gib": "#d9a98c",
     "activation_gib": "#9ccfa4",
 }
 # What each colour becomes on a dark page; colours that are not here serve both.
@@ -52,6 +58,7 @@ _DARK = {
     "#8c6d31": "#c2a45f",
     "#7f7f7f": "#a8a8a8",
     "#b9c2cb": "#5d6873",
+    "#dde3e8": "#3f4954",
 }
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so the page looks the same from every cluster

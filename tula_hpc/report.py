@@ -374,6 +374,7 @@ def _memory_card(fit: dict[str, Any]) -> str:
     rows = [
         ("m0", gib_text(total["intercept_gib"]), "whatever the batch"),
         ("m1", f"{1024 * total['slope_gib']:.3g} MiB/sample", "for each sample of a rank"),
+        *([("a", gib_text(less), "less for a rank that is alone")] if (less := memory.get("alone_less_gib")) else []),
         *((MEMORY_PARTS[name], memory_line(**line), "part of it") for name, line in memory["part_lines"].items()),
     ]
     words = "The limit is not known."

@@ -62,7 +62,7 @@ def status(arguments: list[str], display: Display) -> None:
     elif not run.is_finished:
         waiting = _waiting_controller(run)
         display.say(waiting or f"no controller works on it; to go on with it: {shown('attach', str(run.path))}")
-        cancelled = [job for job in state.cancelled_jobs() if job == TRAIN or not run.fit.exists()]
+        cancelled = [job for job in state.cancelled_jobs() if job == TRAIN or not run.selection.exists()]
         if cancelled:
             again = shlex.join([*read_json(run.plan)["command"], "cluster.resubmit_cancelled=true"])
             display.say(f"{', '.join(cancelled)}: cancelled, so not run again unless you say: {again}")

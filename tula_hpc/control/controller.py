@@ -27,6 +27,7 @@ from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.next_steps import NextSteps, if_cancelled
 from tula_hpc.control.packing import Submission, submissions
+from tula_hpc.control.probe import MOST_PROBES, Probe
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
@@ -34,9 +35,10 @@ from tula_hpc.display import Display, count
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.limits import Limits
 from tula_hpc.models.memory import MemoryFit, fit_memory
+from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import next_candidates
-from tula_hpc.models.selection import candidate_table, select
+from tula_hpc.models.selection import Selection, candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
@@ -107,8 +109,12 @@ class Controller:
 
     # --- profiling ------------------------------------------------------------------------------------------------
 
-    def _profile(self) -> None:
-        """Measure what the search asks for, round by round; a round may depend on what did not fit in the last."""
+    def _profile(self, only: Candidate | None = None) -> None:
+        """Measure what the search asks for, round by round; a round may depend on what did not fit in the last.
+
+        Args:
+            only: Measure this candidate, whatever the search would ask for.
+        """
         for why in self.jobs.distrust_damaged():
             self.display.say(f"to be measured again: {why}")
         self.shared.take_over_all()
@@ -117,9 +123,11 @@ class Controller:
         told = {key for key, a in self.journal.state().attempts.items() if a.verdict is not None}
         while True:
             measured, infeasible = self._measured(), self._infeasible()
-            wanted = next_candidates(
-                self.settings.search.mode.name, grid, measured | self.next_steps.given_up() | self._refused, infeasible
-            )
+            settled = measured | self.next_steps.given_up() | self._refused
+            if only is None:
+                wanted = next_candidates(self.settings.search.mode.name, grid, settled, infeasible)
+            else:
+                wanted = [only] if only not in settled | infeasible else []
             running = self.journal.state().open
             if not wanted and not running:
                 break
@@ -283,6 +291,26 @@ class Controller:
         )
 
     def _choose(self) -> None:
+        """Choose; where nobody has measured the choice, measure it, and choose again with what that told."""
+        probe = Probe(self.run, self.display, self._measured, self._profile, self._fit)
+        choice, table, price = self._best()
+        for _ in range(MOST_PROBES if self.settings.search.verify_choice else 0):
+            if not probe.teaches(choice):
+                break
+            choice, table, price = self._best()
+        write_json(
+            self.run.selection,
+            {
+                **choice.to_dict(),
+                "measured": choice.candidate in self._measured(),
+                "price": price.describe(),
+                "currency": self.settings.pricing.currency,
+                "candidates": [_plain_row(row) for row in table.to_dict("records")],
+            },
+        )
+
+    def _best(self) -> tuple[Selection, pd.DataFrame, Price]:
+        """The choice by the newest fit, the table of candidates, and the price."""
         fit = read_json(self.run.fit)
         grid, objective, currency = (
             self.settings.grid_candidates(),
@@ -310,16 +338,7 @@ class Controller:
             if candidate.name in fit["failed"]:
                 table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
         table = Limits(objective.deadline_h, objective.budget, objective.max_nodes).keep(table, currency)
-        choice = select(table, objective.kind.name, objective.tie_tolerance, currency)
-        write_json(
-            self.run.selection,
-            {
-                **choice.to_dict(),
-                "price": price.describe(),
-                "currency": currency,
-                "candidates": [_plain_row(row) for row in table.to_dict("records")],
-            },
-        )
+        return select(table, objective.kind.name, objective.tie_tolerance, currency), table, price
 
     def _queue_waits(self, table: pd.DataFrame) -> dict[int, Wait]:
         """How long a training would wait for each number of nodes: by the user's numbers, else by the scheduler's

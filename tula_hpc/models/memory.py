@@ -2,11 +2,14 @@
 
 The paper's Eq. (3), M_total = M_param + M_grad + M_opt + M_act + M_batch, each term linear in the batch per rank b:
 
-    M(b) = m0 + m1 b        GiB per rank, m1 >= 0
+    M(b) = m0 + m1 b            GiB of a rank among several, m1 >= 0
+    M(b) = m0 - a + m1 b        GiB of a rank that is alone, a >= 0
 
 Parameters, gradients and optimizer state do not depend on b (their share is all in m0); activations and the batch
-itself do. The total is fitted to measured totals, not to the sum of the parts, because the allocator, the collective
-library and the context take memory that belongs to none of them.
+itself do. How many ranks there are does not matter, but a rank among several has what a collective library keeps for
+itself, which a rank alone has not: 0.9 GiB with NCCL on H100s, the same for two and for four of them. The total is
+fitted to measured totals, not to the sum of the parts, because a sum of peaks that do not come at the same time, or of
+parts that nobody measured, is not the peak.
 """
 
 from __future__ import annotations
@@ -26,13 +29,24 @@ Array = NDArray[Any]
 
 MAX_EXTRAPOLATION = 2
 """A batch per rank beyond this multiple of the largest measured one is never called feasible."""
-DEFAULT_RELATIVE_ERROR = 0.14
-"""Half-width when the residuals cannot tell: the upper end of the paper's median memory errors (8-14 %)."""
+PRIOR_RELATIVE_ERROR = 0.01
+"""What a measurement is expected to lie off the line before residuals tell, as a share of the mean measured memory."""
+PRIOR_RUNS = 4
+"""Measurements that the expectation counts for: a few residuals, which can agree by chance, do not outweigh it."""
 MIN_RELATIVE_ERROR = 0.01
-"""Half-width below which residuals are not believed: the allocator rounds, and a few repeats can agree by chance."""
+"""Half-width below which no residuals are believed: the allocator claims memory in pieces."""
 
-_CONSTANT_PARTS = ("param_gib", "grad_gib", "optimizer_gib")
-_LINEAR_PARTS = ("activation_gib", "batch_gib", "other_gib")
+_CONSTANT_PARTS = ("param_gib", "grad_gib", "bucket_gib", "optimizer_gib", "ags_gib")
+_LINEAR_PARTS = (
+    "activation_gib",
+    "batch_gib",
+    "workspace_gib",
+    "reserve_gib",
+    "outside_gib",
+    "loader_gib",
+    "other_gib",
+)
+_KINDS_OF_RANKS = ("num_nodes", "gpus_per_node")
 
 
 class MemoryOutcome(Enum):
@@ -76,7 +90,9 @@ class MemoryFit:
     outcome: MemoryOutcome
     """What became of the fit, with advice."""
     total: Line
-    """M(b)."""
+    """M(b) of a rank among several; of any rank where only one kind was measured."""
+    alone_less_gib: float
+    """What a rank that is alone needs less, GiB; 0 unless both kinds were measured."""
     part_lines: dict[str, Line]
     """Terms of Eq. (3) that were measured: column name -> line."""
     residual_gib: float | None
@@ -90,19 +106,19 @@ class MemoryFit:
     smallest_oom_batch: int | None
     """Smallest batch per rank that ran out of memory, if any."""
 
-    def predict(self, batch_per_rank: ArrayLike) -> Array:
-        """GiB per rank at a batch per rank."""
-        return self.total.at(batch_per_rank)
+    def predict(self, batch_per_rank: ArrayLike, alone: ArrayLike = False) -> Array:
+        """GiB per rank at a batch per rank, for a rank among several, or one that is alone."""
+        return np.asarray(self.total.at(batch_per_rank) - np.where(alone, self.alone_less_gib, 0.0))
 
-    def interval(self, batch_per_rank: ArrayLike, level: float = 0.9) -> tuple[Array, Array]:
+    def interval(self, batch_per_rank: ArrayLike, level: float = 0.9, alone: ArrayLike = False) -> tuple[Array, Array]:
         """Lower and upper GiB that should hold the next measurement with probability `level`.
 
-        The prediction interval of least squares, s t sqrt(1 + 1/n + (b - mean)^2 / Sxx), at least `MIN_RELATIVE_ERROR`;
-        without degrees of freedom `DEFAULT_RELATIVE_ERROR`. After one batch size the ends are instead that nothing and
-        that everything grows in proportion to the batch.
+        The prediction interval of least squares, s t sqrt(1 + 1/n + (b - mean)^2 / Sxx), at least `MIN_RELATIVE_ERROR`.
+        s is the residuals' deviation, or more: pooled with `PRIOR_RELATIVE_ERROR`, which counts for `PRIOR_RUNS` of
+        them. After one batch size the ends are instead that nothing and that everything grows in proportion to it.
         """
         batch = np.asarray(batch_per_rank, dtype=float)
-        centre = self.predict(batch)
+        centre = self.predict(batch, alone)
         half = np.maximum(self._half_width_gib(batch, level), MIN_RELATIVE_ERROR * centre)
         low, high = centre - half, centre + half
         if self.outcome is MemoryOutcome.ONE_BATCH_SIZE:
@@ -113,19 +129,23 @@ class MemoryFit:
         return np.maximum(low, 0.0), high
 
     def _half_width_gib(self, batch: Array, level: float) -> Array:
-        if self.residual_gib is None:
-            return DEFAULT_RELATIVE_ERROR * self.predict(batch)
         seen = np.array(self.batches, dtype=float)
+        expected_gib = PRIOR_RELATIVE_ERROR * float(np.mean(self.total.at(seen)))
+        squares = PRIOR_RUNS * expected_gib**2 + self.degrees_of_freedom * (self.residual_gib or 0.0) ** 2
+        runs = PRIOR_RUNS + self.degrees_of_freedom
         spread = float(np.sum((seen - seen.mean()) ** 2))
         leverage = (batch - seen.mean()) ** 2 / spread if spread > 0 else 0.0
-        quantile = float(stats.t.ppf((1 + level) / 2, self.degrees_of_freedom))
-        return np.asarray(self.residual_gib * quantile * np.sqrt(1 + 1 / len(seen) + leverage))
+        quantile = float(stats.t.ppf((1 + level) / 2, runs))
+        deviation = max(math.sqrt(squares / runs), self.residual_gib or 0.0)
+        return np.asarray(deviation * quantile * np.sqrt(1 + 1 / len(seen) + leverage))
 
     def parts(self, batch_per_rank: float) -> dict[str, float]:
-        """GiB of each measured term of Eq. (3); `other_gib`, unless measured, is what is left to the total."""
+        """GiB of each measured term of Eq. (3); `other_gib`, where nothing outside the model was measured, is what is
+        left to the total."""
         parts = {name: float(line.at(batch_per_rank)) for name, line in self.part_lines.items()}
-        rest = float(self.predict(batch_per_rank)) - sum(parts.values())
-        return parts if "other_gib" in parts else {**parts, "other_gib": max(rest, 0.0)}
+        if "outside_gib" in parts or "other_gib" in parts:
+            return parts
+        return {**parts, "other_gib": max(float(self.predict(batch_per_rank)) - sum(parts.values()), 0.0)}
 
     def bound_batch_per_rank(self) -> int:
         """The largest batch per rank the measurements can speak for, whatever the limit.
@@ -161,6 +181,7 @@ class MemoryFit:
             "outcome": self.outcome.name,
             "advice": self.outcome.advice,
             "total": _line_to_dict(self.total),
+            "alone_less_gib": self.alone_less_gib,
             "part_lines": {name: _line_to_dict(line) for name, line in self.part_lines.items()},
             "residual_gib": self.residual_gib,
             "degrees_of_freedom": self.degrees_of_freedom,
@@ -175,6 +196,7 @@ class MemoryFit:
         return cls(
             outcome=MemoryOutcome[values["outcome"]],
             total=Line(**values["total"]),
+            alone_less_gib=values.get("alone_less_gib", 0.0),  # not told apart in older records
             part_lines={name: Line(**line) for name, line in values["part_lines"].items()},
             residual_gib=values["residual_gib"],
             degrees_of_freedom=int(values["degrees_of_freedom"]),
@@ -188,10 +210,11 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFi
     """Fits M(b) = m0 + m1 b, the peak memory of a rank, to measured peaks.
 
     Args:
-        table: One row per run: batch_per_rank and memory_gib (largest peak over the ranks), and where
-            known param_gib, grad_gib, optimizer_gib, activation_gib, batch_gib, other_gib and limit_gib (memory of the
-            device). Rows without a positive finite memory_gib are left out.
-        oom_batches: Batches per rank that ran out of device memory. Each is a censored point: M(b) > limit. They bound
+        table: One row per run: batch_per_rank and memory_gib (largest peak over the ranks), and where known num_nodes
+            and gpus_per_node, the parts of Eq. (3) by the names of `ranks.timings.MEMORY_PARTS`, and limit_gib (what of
+            the device's memory the run could have). Rows without a positive finite memory_gib are left out.
+        oom_batches: Batches per rank that ran out of device memory, on any number of ranks, since the need of ranks
+            among several is alike and that of one alone is less. Each is a censored point: M(b) > limit. They bound
             the batch, and where the line stays below the limit at the smallest of them they pull it up.
 
     Raises:
@@ -210,18 +233,20 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFi
     oom = min(oom_batches, default=None)
     part_lines = _fit_parts(data)
 
-    total = _fit_line(batch, memory)
+    alone = _alone(data)
+    total, less = _fit_both_kinds(batch, memory, alone)
     one_batch = len(set(batch)) == 1
     if one_batch:
-        total = _split_one_batch(total.intercept_gib, float(batch[0]), part_lines)
+        total = _split_one_batch(float(total.at(batch[0])), float(batch[0]), part_lines)
     elif oom is not None and limit is not None and total.at(oom) < limit:
         # One-sided least squares: a censored point counts only where the line contradicts it, with the limit as value.
-        total = _fit_line(np.append(batch, oom), np.append(memory, limit))
-    residuals = memory - total.at(batch)
-    freedom = len(memory) - (1 if one_batch else 2)
+        total, less = _fit_both_kinds(np.append(batch, oom), np.append(memory, limit), np.append(alone, False))
+    residuals = memory - total.at(batch) + np.where(alone, less, 0.0)
+    freedom = max(len(memory) - (1 if one_batch else 2) - (1 if less > 0 else 0), 0)
     return MemoryFit(
         outcome=_outcome(one_batch, total),
         total=total,
+        alone_less_gib=less,
         part_lines=part_lines,
         residual_gib=float(np.sqrt(np.sum(residuals**2) / freedom)) if freedom > 0 else None,
         degrees_of_freedom=freedom,
@@ -240,6 +265,27 @@ def _outcome(one_batch: bool, total: Line) -> MemoryOutcome:
 def _measured(table: pd.DataFrame, column: str) -> NDArray[np.bool_]:
     values = table[column].to_numpy(dtype=float)
     return np.asarray(np.isfinite(values) & (values > 0), dtype=bool)
+
+
+def _alone(data: pd.DataFrame) -> NDArray[np.bool_]:
+    """Which rows are of a rank that is alone; none where the table does not say how many there are."""
+    if not set(_KINDS_OF_RANKS) <= set(data.columns):
+        return np.zeros(len(data), dtype=bool)
+    return np.asarray(data["num_nodes"].to_numpy() * data["gpus_per_node"].to_numpy() == 1, dtype=bool)
+
+
+def _fit_both_kinds(batch: Array, gib: Array, alone: NDArray[np.bool_]) -> tuple[Line, float]:
+    """Least squares of one slope for all, and of what ranks alone need less; nothing where that would be negative.
+
+    The slope is that of the deviations from each kind's own mean, as always with a constant for each group.
+    """
+    if alone.all() or not alone.any():
+        return _fit_line(batch, gib), 0.0
+    centred = [(batch[kind] - batch[kind].mean(), gib[kind] - gib[kind].mean()) for kind in (alone, ~alone)]
+    slope = _fit_line(*(np.concatenate(values) for values in zip(*centred, strict=True))).slope_gib
+    intercepts = [float(gib[kind].mean()) - slope * float(batch[kind].mean()) for kind in (alone, ~alone)]
+    less = intercepts[1] - intercepts[0]
+    return (Line(intercepts[1], slope), less) if less > 0 else (_fit_line(batch, gib), 0.0)
 
 
 def _fit_line(batch: Array, gib: Array) -> Line:

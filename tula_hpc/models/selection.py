@@ -8,7 +8,6 @@ nothing but that table. Infeasible rows are neither chosen nor part of any curve
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.interpolate import PchipInterpolator
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.errors import TulaError
+from tula_hpc.models.knee import envelope, find_knee
 from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
 from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
 from tula_hpc.models.pricing import Price
@@ -31,14 +30,6 @@ from tula_hpc.models.words import configuration, duration
 
 Array = NDArray[Any]
 
-KNEE_TOLERANCE = 0.10
-"""Fallback of the knee: the smallest batch whose time is within this share of the best."""
-MIN_KNEE_POINTS = 5
-"""Different global batches below which Kneedle is not asked: on few uneven points it returns an end point or none."""
-MAX_KNEE_DISAGREEMENT = 1.0
-"""Doublings between the knees on the logarithmic and the linear axis above which neither is believed."""
-POINTS_PER_DOUBLING = 16
-"""Density of the curve handed to Kneedle."""
 MAX_TIE = 2.0
 """Intervals make a tie up to this multiple of the tolerance: that of an extrapolation would reach any candidate, and
 the choice should not lose more than a few percent to a smaller batch."""
@@ -70,7 +61,7 @@ class Rule(str, Enum):
     MINIMUM = "minimum"
     SMALLEST_BATCH_IN_TIE = "smallest_batch_in_tie"
     KNEEDLE = "kneedle"
-    WITHIN_TOLERANCE_OF_BEST = "within_10_percent_of_best"
+    GAIN_PER_DOUBLING = "gain_per_doubling"
 
 
 class UnusableFit(TulaError):
@@ -177,12 +168,15 @@ def candidate_table(
         table[f"train_time{end}_s"] = price.expected_time_s(uninterrupted, nodes)
         if not end:
             table["interruptions_s"] = table["train_time_s"] - uninterrupted
-    table["memory_gib"] = np.nan if memory_fit is None else memory_fit.predict(table["batch_per_rank"].to_numpy())
+    table["memory_gib"] = np.nan
+    if memory_fit is not None:
+        alone = [c.world_size == 1 for c in candidates]
+        table["memory_gib"] = memory_fit.predict(table["batch_per_rank"].to_numpy(), alone)
     table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_KEYS[:2], "memory_gib")))
     table = table.join(_measurements(measured), on=_KEYS)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
-        or _why_not_fit(c.batch_per_rank, float(seen), memory_fit, limit_gib, memory_fraction)
+        or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
         or ("" if math.isfinite(time_s) else "interrupted too often to get from one checkpoint to the next")
         for c, seen, time_s in zip(candidates, table["measured_memory_gib"], table["train_time_s"], strict=True)
     ]
@@ -220,7 +214,7 @@ def _why_not_run(
 
 
 def _why_not_fit(
-    batch_per_rank: int, measured_gib: float, memory_fit: MemoryFit | None, limit_gib: float | None, fraction: float
+    candidate: Candidate, measured_gib: float, memory_fit: MemoryFit | None, limit_gib: float | None, fraction: float
 ) -> str:
     """Why the batch does not fit in memory: by the measured peak where there is one, else by the fit's upper end."""
     limit_gib = limit_gib if limit_gib is not None or memory_fit is None else memory_fit.limit_gib
@@ -228,12 +222,16 @@ def _why_not_fit(
     if math.isnan(measured_gib):
         if memory_fit is None:
             return ""
+        batch_per_rank = candidate.batch_per_rank
         if batch_per_rank > memory_fit.bound_batch_per_rank():
             largest = memory_fit.batches[-1]
             if batch_per_rank > MAX_EXTRAPOLATION * largest:
                 return f"more than {MAX_EXTRAPOLATION} times the largest batch per rank measured ({largest})"
             return f"a batch per rank of {memory_fit.smallest_oom_batch} ran out of memory"
-        needed_gib, kind = float(memory_fit.interval(batch_per_rank)[1]), "predicted (upper end)"
+        needed_gib, kind = (
+            float(memory_fit.interval(batch_per_rank, alone=candidate.world_size == 1)[1]),
+            "predicted (upper end)",
+        )
     if limit_gib is None or needed_gib <= fraction * limit_gib:
         return ""
     return f"{kind} {needed_gib:.3g} GiB per rank exceed {fraction:.0%} of {limit_gib:.3g} GiB"
@@ -253,7 +251,7 @@ def select(
     time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
     so do those whose interval reaches down to the least, up to `MAX_TIE` times the tolerance. The smallest global batch
     of the tied wins, since a larger one risks accuracy for nothing. The bound is close because most of a prediction's
-    error is common to all candidates and does not change their order. knee: see `_find_knee`. time_to_result: as time,
+    error is common to all candidates and does not change their order. knee: see `models.knee`. time_to_result: as time,
     counting the wait in the queue.
 
     Args:
@@ -270,7 +268,7 @@ def select(
     feasible = rows.loc[rows["feasible"].astype(bool)].reset_index(drop=True)
     if feasible.empty:
         raise NoFeasibleConfiguration(_nothing_feasible(rows))
-    knee_index, knee = _find_knee(feasible)
+    knee_index, knee = find_knee(feasible)
     choices = {
         Objective.TIME: _least(feasible, Objective.TIME, tie_tolerance),
         Objective.COST: _least(feasible, Objective.COST, tie_tolerance),
@@ -329,7 +327,7 @@ def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tu
 def _next_best(rows: pd.DataFrame, objective: Objective, chosen: int) -> list[tuple[str, int]]:
     """The row to take if the chosen one is not: by its metric, or for the knee its neighbour on the curve."""
     if objective is Objective.KNEE:
-        curve = [int(index) for index in _envelope(rows).index.to_numpy()]
+        curve = [int(index) for index in envelope(rows).index.to_numpy()]
         place = curve.index(chosen)
         if place + 1 < len(curve):
             return [("next larger batch on the curve", curve[place + 1])]
@@ -337,87 +335,6 @@ def _next_best(rows: pd.DataFrame, objective: Objective, chosen: int) -> list[tu
     metric, _ = _METRICS[objective]
     rest = rows.drop(index=chosen).sort_values([metric, "global_batch"]).dropna(subset=[metric])
     return [(f"next best {objective.value}", int(rest.index.to_numpy()[0]))] if len(rest) else []
-
-
-def _envelope(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows that are faster than every row of the same or a smaller global batch, by rising global batch."""
-    best = rows.sort_values(["global_batch", "train_time_s", *_KEYS]).drop_duplicates("global_batch")
-    times = best["train_time_s"]
-    return best.loc[times < times.cummin().shift(fill_value=math.inf)]
-
-
-# --- the knee ---------------------------------------------------------------------------------------------------------
-
-
-def _find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
-    """Index of the row at the knee of training time against global batch, and how it was found.
-
-    The curve is the lower envelope over clusters, made non-increasing, and interpolated on log2 B, because Kneedle on
-    five to eight raw points returns end points. Kneedle runs on log2 B and on B. With fewer than `MIN_KNEE_POINTS`
-    batches, no knee on either axis, or knees more than one doubling apart, the knee is instead the smallest batch whose
-    time is within `KNEE_TOLERANCE` of the best, a rule that any shape of curve allows.
-
-    Kneedle scales both axes to [0, 1], so its answer depends on the range of B, which is therefore part of the record.
-    On T = p/B + q it depends on nothing else: with r = B_max / B_min the knee is at B_min ln(r) on log2 B and at
-    B_min sqrt(r) on B, more than a doubling apart for r > 74: ranges of seven doublings mostly end in the fallback.
-    """
-    curve = _envelope(rows)
-    batches = np.unique(rows["global_batch"].to_numpy(dtype=float))
-    log_knee, linear_knee, objection = _kneedle_both(batches, curve)
-    record: dict[str, Any] = {
-        "log2_axis": log_knee,
-        "linear_axis": linear_knee,
-        "points": len(batches),
-        "min_global_batch": int(batches[0]),
-        "max_global_batch": int(batches[-1]),
-    }
-    span = f"global batches {record['min_global_batch']} to {record['max_global_batch']}"
-    if objection or log_knee is None:
-        good = curve["train_time_s"] <= (1 + KNEE_TOLERANCE) * curve["train_time_s"].min()
-        index = int(curve.index.to_numpy()[good][0])
-        rule = Rule.WITHIN_TOLERANCE_OF_BEST
-        why = f"It is the smallest global batch within {KNEE_TOLERANCE:.0%} of the best time over {span}; {objection}."
-    else:
-        distance = np.abs(np.log2(curve["global_batch"].to_numpy(dtype=float)) - math.log2(log_knee))
-        index, rule = int(curve.index.to_numpy()[np.argmin(distance)]), Rule.KNEEDLE
-        why = f"It is the candidate nearest to the knee of training time over {span} (Kneedle on log2: {log_knee:.0f})."
-    return index, {**record, "global_batch": int(rows["global_batch"][index]), "rule": rule.value, "why": why}
-
-
-def _kneedle_both(batches: Array, curve: pd.DataFrame) -> tuple[float | None, float | None, str]:
-    """The knees on the log2 and on the linear axis, as global batches, and why not to believe them ("" if nothing)."""
-    times = curve["train_time_s"].to_numpy(dtype=float)
-    if len(batches) < MIN_KNEE_POINTS:
-        return None, None, f"{len(batches)} global batches are too few for Kneedle"
-    if times[-1] >= (1 - KNEE_TOLERANCE) * times[0]:
-        return None, None, f"the whole curve gains less than {KNEE_TOLERANCE:.0%}"
-    # Dominated batches stay on the curve as a plateau: they are feasible and belong to its range.
-    held = np.searchsorted(curve["global_batch"].to_numpy(dtype=float), batches, side="right") - 1
-    line = PchipInterpolator(np.log2(batches), times[held])
-    doublings = math.log2(batches[-1] / batches[0])
-    x = np.linspace(math.log2(batches[0]), math.log2(batches[-1]), max(2, round(doublings * POINTS_PER_DOUBLING) + 1))
-    log_knee = _kneedle(x, line(x))
-    linear_knee = _kneedle(np.exp2(x), line(x))
-    log_knee = None if log_knee is None else float(np.exp2(log_knee))
-    if log_knee is None or linear_knee is None:
-        return log_knee, linear_knee, "Kneedle finds no knee"
-    if abs(math.log2(log_knee / linear_knee)) > MAX_KNEE_DISAGREEMENT:
-        return log_knee, linear_knee, f"the knees on both axes disagree ({log_knee:.0f} and {linear_knee:.0f})"
-    return log_knee, linear_knee, ""
-
-
-def _kneedle(x: Array, y: Array) -> float | None:
-    """x at the knee of a non-increasing curve, or None; a point that is not below the chord of the ends is no knee."""
-    from kneed import KneeLocator
-
-    with warnings.catch_warnings():
-        # kneed warns when it finds nothing; None says so already.
-        warnings.simplefilter("ignore")
-        knee = KneeLocator(x, y, curve="convex", direction="decreasing").knee
-    if knee is None:
-        return None
-    chord = np.interp(knee, [x[0], x[-1]], [y[0], y[-1]])
-    return float(knee) if np.interp(knee, x, y) < chord else None
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

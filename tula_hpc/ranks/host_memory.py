@@ -36,10 +36,24 @@ def resident_bytes() -> int:
     return int(fields[1]) * resource.getpagesize()
 
 
-def limit_bytes() -> float:
-    """What this process and its siblings in the same job may use together: the tightest limit of the control groups
-    above it and the machine's available memory; infinity where neither can be read."""
-    return min([_available_bytes(), *_cgroup_limits()])
+def children_bytes() -> int:
+    """What the children of this process, such as loader workers, hold now and share with nobody; 0 where that cannot be
+    read."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for thread in (PROC / "self" / "task").iterdir():
+            for child in (thread / "children").read_text().split():
+                with contextlib.suppress(OSError):  # it may have ended meanwhile
+                    lines = (PROC / child / "smaps_rollup").read_text().splitlines()
+                    found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+    return found
+
+
+def limit_bytes(sharers: int = 1) -> float:
+    """What this process may use where `sharers` like it share the host: its part of the tightest limit of the control
+    groups above it, and its part of the machine's available memory besides what it has already; infinity where neither
+    can be read."""
+    return min([_available_bytes() / sharers + resident_bytes(), *(limit / sharers for limit in _cgroup_limits())])
 
 
 def _available_bytes() -> float:

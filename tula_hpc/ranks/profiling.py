@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import platform
 import socket
 import statistics
@@ -16,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
-from tula_hpc.ranks import host_memory
+from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.ranks.training import GIB, autocast, build_optimizer, loader_options, peak_memory_bytes
+from tula_hpc.ranks.training import autocast, build_optimizer, evaluate, loader_options
 from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
@@ -137,11 +138,9 @@ def profile(
     """
     clock = Clock(device)
     heartbeat.now("loading data and building the model")
-    dataset = build_dataset(settings, train=True)
-    host_memory.reset_peak()
-    memory_before = host_memory.resident_bytes()
+    dataset, test_set = build_dataset(settings, train=True), build_dataset(settings, train=False)
     last_step_s = 0.0  # of the warm-up: tells how many steps can be afforded
-    memory_limit = host_memory.limit_bytes() / ranks_on_host
+    meter = MemoryMeter(device, ranks_on_host)
     bench = _build(settings, candidate, me, dataset, device, clock)
     search = settings.search
 
@@ -152,7 +151,7 @@ def profile(
         last_step_s = time.perf_counter() - began
         heartbeat.beat("warming up")
     timed_steps, compute_steps = _affordable_steps(settings, last_step_s, device)
-    _refresh_once(bench)
+    activation_bytes = _step_at_the_end_of_an_epoch(settings, bench, me, test_set)
 
     heartbeat.now("timing steps")  # not in between: a file written to a shared file system would be in the times
     points = [bench.step() for _ in range(timed_steps)]
@@ -183,7 +182,7 @@ def profile(
         "compute_steps": len(compute_points),
         "allreduce_s": allreduce_s,
         "gradient_bytes": gradient_bytes,
-        "memory": _memory(bench, gradient_bytes, batch_bytes, memory_before, memory_limit),
+        "memory": meter.record(bench.model, bench.optimizer, batch_bytes, activation_bytes),
     }
     wait_for_all()
     write_rank(attempt, me.rank, rows, meta)
@@ -192,8 +191,6 @@ def profile(
 def _build(
     settings: Settings, candidate: Candidate, me: Rank, dataset: Any, device: torch.device, clock: Clock
 ) -> Bench:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     model = replicate(build_model(settings), device, settings.training.channels_last)
     last_bucket = LastBucket(clock)
     if isinstance(model, DistributedDataParallel):
@@ -224,17 +221,33 @@ def _affordable_steps(settings: Settings, step_s: float, device: torch.device) -
     return timed, min(search.compute_steps, max(FEWEST_STEPS, int(search.compute_steps * share)))
 
 
-def _refresh_once(bench: Bench) -> None:
-    """Measure AGS's scales once, as training does at the end of an epoch: its memory is then part of the peak, and the
-    timed steps scale their gradients as most of training does."""
-    if not isinstance(bench.optimizer, TulaOptimizer):
-        return
+def _step_at_the_end_of_an_epoch(settings: Settings, bench: Bench, me: Rank, test_set: Any) -> int:
+    """A step with all that training does at the end of an epoch: AGS measures its scales, a batch is evaluated, and a
+    checkpoint is written, here to nowhere. Their memory is then part of the peak, and the timed steps scale their
+    gradients as most of training does.
+
+    Returns:
+        Bytes that forward leaves on a GPU for backward.
+    """
     inputs, targets = bench.next_batch()
+    before = allocated_bytes(bench.device)
     with autocast(bench.precision, bench.device):
-        bench.loss_fn(bench.model(inputs), targets).backward()
-        bench.optimizer.refresh(bench.model, bench.loss_fn, inputs, targets)
+        loss = bench.loss_fn(bench.model(inputs), targets)
+    activation_bytes = allocated_bytes(bench.device) - before
+    loss.backward()
+    if isinstance(bench.optimizer, TulaOptimizer):
+        with autocast(bench.precision, bench.device):
+            bench.optimizer.refresh(bench.model, bench.loss_fn, inputs, targets)
     bench.optimizer.step()
     bench.optimizer.zero_grad(set_to_none=True)
+    eval_batch = settings.training.eval_batch_per_rank or bench.batch_per_rank
+    one_batch_each: Any = Subset(test_set, range(min(len(test_set), eval_batch * me.world_size)))
+    evaluate(settings, bench.model, bench.loss_fn, one_batch_each, eval_batch, me, bench.device)
+    bench.model.train()
+    if me.is_first:
+        with open(os.devnull, "wb") as nowhere:
+            torch.save([inner_module(bench.model).state_dict(), bench.optimizer.state_dict()], nowhere)
+    return activation_bytes
 
 
 def _allreduce_seconds(gradient_bytes: int, device: torch.device, clock: Clock) -> float:
@@ -250,47 +263,6 @@ def _allreduce_seconds(gradient_bytes: int, device: torch.device, clock: Clock) 
         points.append((start, clock.now()))
     clock.finish()
     return statistics.median(clock.seconds(a, b) for a, b in points[1:])
-
-
-def _memory(bench: Bench, gradient_bytes: int, batch_bytes: int, host_before: int, host_limit: float) -> dict[str, Any]:
-    """Peak memory of this rank, GiB, in the parts of Eq. (3); on a GPU device memory, on a CPU the resident set.
-
-    Activations are what is left of the peak after the parts that can be counted; `other` is what no tensor accounts
-    for: on a GPU the context, NCCL and the allocator's reserve, on a CPU the process before the model was built.
-    """
-    model = inner_module(bench.model)
-    held = [*model.parameters(), *model.buffers()]
-    parameter_bytes = sum(t.numel() * t.element_size() for t in held)
-    optimizer_bytes = _optimizer_bytes(bench.optimizer)
-    retries = 0
-    extra: dict[str, float] = {}
-    if bench.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        peak = torch.cuda.max_memory_allocated()
-        used = peak_memory_bytes(bench.device)
-        other, limit = used - peak, float(total)
-        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        reserved = torch.cuda.max_memory_reserved()
-        extra = {"allocated_gib": peak / GIB, "reserved_gib": reserved / GIB, "device_used_gib": (total - free) / GIB}
-    else:
-        used, other, limit = peak_memory_bytes(bench.device), host_before, host_limit
-        peak = used - host_before
-    counted = parameter_bytes + gradient_bytes + optimizer_bytes + batch_bytes
-    parts = {
-        "param_gib": parameter_bytes / GIB,
-        "grad_gib": gradient_bytes / GIB,
-        "optimizer_gib": optimizer_bytes / GIB,
-        "activation_gib": max(0, peak - counted) / GIB,
-        "batch_gib": batch_bytes / GIB,
-        "other_gib": other / GIB,
-    }
-    return {"memory_gib": used / GIB, "limit_gib": limit / GIB, "parts": parts, "allocator_retries": retries, **extra}
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    own = optimizer.state_bytes() if isinstance(optimizer, TulaOptimizer) else 0
-    return own + sum(t.numel() * t.element_size() for t in states)
 
 
 def device_name(device: torch.device) -> str:

@@ -20,7 +20,22 @@ from tula_hpc.errors import RecordError
 from tula_hpc.runs import AttemptFolder, read_json, write_json, write_text
 
 COLUMNS = ("step", "data_s", "forward_s", "backward_s", "sync_s", "optimizer_s", "step_s")
-MEMORY_PARTS = ("param_gib", "grad_gib", "optimizer_gib", "activation_gib", "batch_gib", "other_gib")
+MEMORY_PARTS = (
+    "param_gib",
+    "grad_gib",
+    "bucket_gib",
+    "optimizer_gib",
+    "ags_gib",
+    "activation_gib",
+    "batch_gib",
+    "workspace_gib",
+    "reserve_gib",
+    "outside_gib",
+    "loader_gib",
+    "other_gib",
+)
+"""Terms of Eq. (3), see `ranks.device_memory`. CPUs have no workspace and no reserve, GPUs no loader; in older records
+`other_gib` is all that no tensor of the model accounts for."""
 
 
 def write_rank(attempt: AttemptFolder, rank: int, rows: Sequence[Sequence[float]], meta: dict[str, Any]) -> None:
@@ -125,7 +140,7 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
         "step_time_p90_s": _quantile([max(rows[i]["step_s"] for rows, _ in ranks) for i in steps], 0.9),
         "allreduce_s": max(meta["allreduce_s"] for meta in metas),
         "memory_gib": fullest["memory_gib"],
-        **{part: fullest["parts"][part] for part in MEMORY_PARTS},
+        **{part: fullest["parts"][part] for part in MEMORY_PARTS if part in fullest["parts"]},
         "limit_gib": min(meta["memory"]["limit_gib"] for meta in metas),
         "allocator_retries": max(meta["memory"]["allocator_retries"] for meta in metas),
         "gradient_mib": metas[0]["gradient_bytes"] / 2**20,

@@ -19,13 +19,13 @@ from tula_hpc.config import MethodKind, Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks import checkpoints, host_memory
+from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 
-GIB = 2**30
 PROGRESS_EVERY_S = 2.0
 FIRST_STEPS = 5
 """Steps of a process that say nothing about the others: memory is claimed and kernels are chosen in them."""
@@ -138,7 +138,7 @@ def train(
 
         trained_at = _now(device)
         loss_sum, correct_sum, count = sum_over_ranks(torch.cat([sums, sums.new_tensor([samples_here])])).tolist()
-        memory_gib = torch.tensor([peak_memory_bytes(device) / GIB], device=device)
+        memory_gib = torch.tensor([peak_bytes(device) / GIB], device=device)
         if dist.is_initialized():
             dist.all_reduce(memory_gib, op=dist.ReduceOp.MAX)
         line = {
@@ -178,16 +178,6 @@ def _learning_rate(settings: Settings, epoch: float) -> float:
     hyper = settings.training
     milestones, decay = hyper.milestones, hyper.lr_decay
     return hyper.lr * lr_factor(epoch, warmup_epochs=hyper.warmup_epochs, milestones=milestones, decay=decay)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this rank has taken: on a GPU what the allocator reserved and what lies outside it (context, NCCL),
-    on a CPU the resident set."""
-    if device.type != "cuda":
-        return host_memory.peak_resident_bytes()
-    free, total = torch.cuda.mem_get_info(device)
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
-    return torch.cuda.max_memory_reserved(device) + outside
 
 
 def _now(device: torch.device) -> float:

@@ -1,0 +1,195 @@
+"""The choice is measured before the training begins, by a scheduler that measures what a test tells it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings
+from tula_hpc.control import controller
+from tula_hpc.control.controller import Controller
+from tula_hpc.control.jobs import profile_job
+from tula_hpc.control.journal import Journal
+from tula_hpc.control.local import LocalScheduler
+from tula_hpc.control.scheduler import JobRequest, Seen
+from tula_hpc.control.verdicts import QueueState, Verdict
+from tula_hpc.display import Display
+from tula_hpc.ranks.timings import write_rank
+from tula_hpc.runs import RunFolder, read_json, write_json
+
+KNEE = Candidate(4, 64)
+"""Where a step of 10 ms + 1 ms b has its knee on the largest cluster; the corners do not hold it."""
+
+
+class Measures(LocalScheduler):
+    """Profiling jobs end at once: with a time of 10 ms + 1 ms b, or out of memory from `oom_from` samples a rank on."""
+
+    poll_interval_s = 0.0
+    file_lag_s = 0.0
+    oom_from = 10**6
+    rank_meta: Callable[..., dict[str, Any]]
+
+    def submit(self, request: JobRequest) -> list[str]:
+        for folder in request.attempts:
+            candidate = Candidate.from_name(folder.path.parent.name, 1)
+            folder.claim.mkdir(parents=True)
+            for rank in range(candidate.world_size):
+                batch = candidate.batch_per_rank
+                if batch >= self.oom_from:
+                    write_json(
+                        folder.rank_error(rank),
+                        {"kind": "cuda_oom", "message": "out of memory", "rank": rank, "time": 0.0},
+                    )
+                    continue
+                step_s = 0.01 + 0.001 * batch
+                meta = self.rank_meta(world_size=candidate.world_size, batch_per_rank=batch, compute_step_s=step_s)
+                meta["memory"] |= {"memory_gib": 0.5 + batch / 1000}
+                rows = [[float(i), 0.0, step_s / 2, step_s / 2, 0.0, 0.0, step_s] for i in range(4)]
+                write_rank(folder, rank, rows, meta)
+        return [f"{request.tag}-{i}" for i in range(len(request.attempts))]
+
+    def states(self, job_ids: Collection[str]) -> Mapping[str, Seen]:
+        return dict.fromkeys(job_ids, Seen(QueueState.completed))
+
+
+@dataclass
+class Run:
+    """A run up to its choice, and the controllers that work on it one after the other."""
+
+    settings: Settings
+    folder: RunFolder
+    scheduler: Measures
+
+    def controller(self) -> Controller:
+        return Controller(self.settings, self.folder, self.scheduler, Display(), [])
+
+    def profiled(self) -> Controller:
+        """A controller that has measured the corners and fitted to them."""
+        first = self.controller()
+        first.write_down_the_run()
+        first._profile()
+        first._fit()
+        return first
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        return read_json(self.folder.selection)
+
+    def attempts_at(self, candidate: Candidate) -> list[Verdict | None]:
+        return [a.verdict for a in self.controller().journal.state().of(profile_job(candidate))]
+
+
+@pytest.fixture
+def make_run(
+    tiny_settings: Callable[..., Settings], run_folder: RunFolder, rank_meta: Callable[..., dict[str, Any]]
+) -> Callable[..., Run]:
+    def make(*overrides: str) -> Run:
+        settings = tiny_settings(
+            "data=synthetic",
+            "workload.train_samples=100000",
+            "data.train_samples=null",
+            "grid.min_nodes=2",
+            "grid.max_nodes=4",
+            "grid.min_batch_per_rank=16",
+            "grid.max_batch_per_rank=512",
+            "grid.max_global_batch=null",
+            "search=partial",
+            "objective=knee",
+            *overrides,
+        )
+        scheduler = Measures(settings)
+        scheduler.rank_meta = rank_meta
+        return Run(settings, run_folder, scheduler)
+
+    return make
+
+
+def test_a_choice_that_was_not_measured_is_measured(make_run: Callable[..., Run], capsys: pytest.CaptureFixture[str]):
+    """It is measured, told, and known to the fit before it is written down as the choice; so is what was chosen on the
+    way, when the corners alone spoke for it."""
+    run = make_run()
+    measured = run.profiled()
+    assert run.attempts_at(KNEE) == []
+    measured._choose()
+    assert (run.selection["num_nodes"], run.selection["batch_per_rank"]) == (4, 64)
+    assert run.selection["measured"]
+    assert run.attempts_at(KNEE) == [Verdict.success]
+    points = read_json(run.folder.fit)["points"]
+    assert (4, 64) in [(point["num_nodes"], point["batch_per_rank"]) for point in points]
+    assert "4 nodes x 1 rank with 64 samples each would be chosen and was not measured" in capsys.readouterr().out
+
+
+def test_a_choice_that_was_measured_is_not_measured_again(
+    make_run: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+):
+    """The full search leaves nothing to be learnt."""
+    run = make_run("search=full")
+    run.profiled()._choose()
+    assert run.attempts_at(KNEE) == [Verdict.success]
+    assert "was not measured" not in capsys.readouterr().out
+
+
+def test_a_choice_that_does_not_fit_makes_way_for_a_smaller_one(make_run: Callable[..., Run]):
+    """What runs out of memory in the probe is infeasible, and the next choice is measured before it is taken."""
+    run = make_run()
+    measured = run.profiled()
+    run.scheduler.oom_from = 64
+    measured._choose()
+    assert run.attempts_at(KNEE) == [Verdict.cuda_oom]
+    assert KNEE.name in read_json(run.folder.fit)["infeasible"]
+    assert run.selection["measured"]
+    assert run.selection["batch_per_rank"] < 64
+
+
+class Killed(BaseException):
+    """What a test ends a controller with."""
+
+
+def test_a_controller_killed_at_every_step_of_it_goes_on(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch):
+    """Before and after everything that is made durable: each choice is measured once, and the last is written down."""
+    run = make_run()
+    run.profiled()
+    survived: list[str] = []
+
+    def die_once(point: str) -> None:
+        if point not in survived:
+            survived.append(point)
+            raise Killed
+
+    def deadly(function: Callable[..., Any], name_of: Callable[..., str]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **values: Any) -> Any:
+            point = name_of(*arguments, **values)
+            die_once(f"before {point}")
+            result = function(*arguments, **values)
+            die_once(f"after {point}")
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(
+        Journal, "_append", deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job')}")
+    )
+    monkeypatch.setattr(controller, "write_json", deadly(controller.write_json, lambda path, value: path.name))
+    for _ in range(40):
+        try:
+            run.controller()._choose()
+            break
+        except Killed:
+            continue
+    assert {"after selection.json", "after fit.json", f"after verdict {profile_job(KNEE)}"} <= set(survived)
+    assert run.attempts_at(KNEE).count(Verdict.success) == 1
+    assert len(list((run.folder.path / profile_job(KNEE)).glob("attempt-*/claim"))) == 1
+    assert (run.selection["num_nodes"], run.selection["batch_per_rank"]) == (4, 64)
+    assert run.selection["measured"]
+
+
+def test_a_choice_is_taken_as_predicted_if_so_asked(make_run: Callable[..., Run]):
+    """Without `search.verify_choice` the choice is not measured, and the record says so."""
+    run = make_run("search.verify_choice=false")
+    run.profiled()._choose()
+    assert run.attempts_at(KNEE) == []
+    assert not run.selection["measured"]
