@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,15 @@ def tiny_settings(tmp_path: Path) -> Callable[..., Settings]:
         return compose([*TINY, f"run_root={tmp_path}/runs", *overrides])
 
     return make
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a function of a test module in two processes that are joined over gloo."""
+    from two_ranks import two_processes
+
+    with two_processes(tmp_path_factory.mktemp("ranks")) as run:
+        yield run
 
 
 @pytest.fixture

@@ -179,6 +179,7 @@ def test_help_shows_every_command_and_every_choice(tmp_path: Path):
         "resnet50_imagenet",
         "--config-dir",
         "pricing",
+        "lrs_sqrt     learning rate with the square root of the batch",
     ):
         assert words in shown
     assert "grid.min_global_batch = 32   Smallest batch over all ranks" in tula(tmp_path, "settings", "grid").stdout

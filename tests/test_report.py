@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from browser import open_browser, show
 
+from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import MethodKind, SearchMode, Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
@@ -186,6 +187,8 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
             "test_top5": float(min(99.0, top1 + 18)),
             "global_batch": candidate.global_batch,
             "method": settings.method.kind.name,
+            "base_lr": methods.base_lr(settings, candidate.global_batch),
+            "averaging_period_steps": 8 if settings.method.kind is MethodKind.polo else None,
             "num_nodes": candidate.num_nodes,
             "step_time_s": float(step_s),
             "train_s": float(step_s * candidate.steps_per_epoch(settings.train_samples)),
@@ -208,7 +211,7 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
         "num_nodes": candidate.num_nodes,
         "batch_per_rank": candidate.batch_per_rank,
         "global_batch": candidate.global_batch,
-        "method": settings.method.kind.name,
+        **{key: lines[-1][key] for key in ("method", "base_lr", "averaging_period_steps")},
         **{key: lines[-1][key] for key in ("test_top1", "test_top5", "train_top1")},
         "best_test_top1": best["test_top1"],
         "best_epoch": best["epoch"],
@@ -392,6 +395,30 @@ def test_unknown_numbers_leave_a_report(tmp_path: Path) -> None:
     assert "the limit is not known" in page.text
     assert "Non finite" in page.text
     assert "plain large-batch training" in page.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (MethodKind.lrs_linear, ["lrs_linear: learning rate in", "0.05 for batch 32", "learning rate {base_lr:g}"]),
+        (MethodKind.polo, ["polo: post-local SGD", "method polo, learning rate 0.05, models averaged every 8 steps"]),
+        (MethodKind.ags_paper, ["as printed (Algorithm 1), towards batch 32", "method ags_paper, learning rate 0.05"]),
+    ],
+)
+def test_the_method_is_told_with_its_rate_and_period(tmp_path: Path, kind: MethodKind, words: list[str]) -> None:
+    """The header names the method, what was asked for, and what the training recorded."""
+    run = RunFolder(tmp_path)
+    settings = settings_of(method__kind=kind, method__small_batch=32, training__lr=0.05)
+    begin(run, settings)
+    profile(run, settings)
+    choose(run, settings)
+    write_report(run)
+    assert "Trained with" in read(run).text
+    train(run, settings, epochs=settings.training.epochs)
+    write_report(run)
+    result, page = read_json(run.train_result), read(run)
+    for expected in (*words, "global batch {global_batch}, method"):
+        assert expected.format(**result) in page.text
 
 
 def test_torn_record_is_refused_by_name(tmp_path: Path) -> None:

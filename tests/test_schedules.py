@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tula_hpc.optim.schedules import lr_factor
+from tula_hpc.optim.schedules import learning_rate, lr_factor, scaled_lr
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,34 @@ def test_needs_no_torch():
     """The schedule can be used where torch must not be loaded."""
     code = "import sys, tula_hpc.optim.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+PAPER = {"lr": 0.01, "global_batch": 1024, "small_batch": 128, "warmup_epochs": 5, "milestones": [50], "decay": 0.2}
+
+
+@pytest.mark.parametrize(("scaling", "rate"), [("none", 0.01), ("sqrt", 0.01 * 8**0.5), ("linear", 0.08)])
+def test_the_rate_follows_the_batch(scaling, rate):
+    """After the warm-up the rate is the tuned one times nothing, the root of B / b, or B / b, until a milestone."""
+    rates = [learning_rate(epoch, **PAPER, scaling=scaling) for epoch in (5, 49.99, 50)]
+    assert rates == pytest.approx([rate, rate, 0.2 * rate])
+
+
+@pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
+def test_every_warmup_starts_at_a_tenth_of_the_tuned_rate(scaling):
+    """However large the batch, its first step is as careful as the small batch's, and the rise is linear."""
+    start, middle, end = (learning_rate(epoch, **PAPER, scaling=scaling) for epoch in (0, 2.5, 5))
+    assert start == pytest.approx(0.001)
+    assert middle == pytest.approx((start + end) / 2)
+
+
+def test_a_batch_smaller_than_the_tuned_one_has_a_lower_rate():
+    """Scaling goes both ways, and the warm-up rises all the same."""
+    options = PAPER | {"global_batch": 4}
+    start, end = (learning_rate(epoch, **options, scaling="linear") for epoch in (0, 5))
+    assert (start, end) == pytest.approx((0.01 / 320, 0.01 / 32))
+
+
+def test_refuses_an_unknown_scaling():
+    """A misspelt rule is answered with those there are."""
+    with pytest.raises(ValueError, match="none, sqrt, linear"):
+        scaled_lr(0.1, global_batch=2, small_batch=1, scaling="cubic")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tula_hpc import imports
+from tula_hpc import imports, methods
 from tula_hpc.candidates import doublings
-from tula_hpc.config import ClusterKind, ControllerKind, DataKind, PricingKind, Settings
+from tula_hpc.config import ClusterKind, ControllerKind, DataKind, MethodKind, MethodSettings, PricingKind, Settings
 
 SHORTEST_CONTROLLER_MIN = 10
 
@@ -47,6 +49,9 @@ _POSITIVE = (
     "method.delta_threshold",
     "method.refresh_epochs",
     "method.refresh_samples",
+    "method.lars_lr",
+    "method.trust_coefficient",
+    "method.sync_per_epoch",
     "training.epochs",
     "training.lr",
     "training.lr_decay",
@@ -62,6 +67,7 @@ _NOT_NEGATIVE = (
     "objective.tie_tolerance",
     "pricing.restart_min",
     "method.scale_floor",
+    "method.local_from_epoch",
     "training.momentum",
     "training.weight_decay",
     "training.warmup_epochs",
@@ -122,7 +128,8 @@ def check(settings: Settings) -> list[str]:
     problems += _check_controller(settings)
     if problems:  # what follows computes with these values
         return problems
-    return _check_grid(settings) + _check_workload(settings) + _check_data(settings) + _check_local(settings)
+    further = (_check_method, _check_grid, _check_workload, _check_data, _check_local)
+    return [problem for rule in further for problem in rule(settings)]
 
 
 def _check_queue_waits(settings: Settings) -> list[str]:
@@ -173,6 +180,32 @@ def _check_controller(settings: Settings) -> list[str]:
             "or more: the job has to queue itself again before its end"
         )
     return problems
+
+
+def _check_method(settings: Settings) -> list[str]:
+    """A setting of another method, a local phase that never comes, a package that is not there."""
+    method, found = settings.method, []
+    for field in dataclasses.fields(MethodSettings):
+        value, default = getattr(method, field.name), field.default
+        if method.kind not in methods.readers(field.name) and value != default:
+            others = " or ".join(kind.name for kind in methods.readers(field.name))
+            found.append(
+                f"method.{field.name} is {getattr(value, 'name', value)}, which is for method={others}, and the method "
+                f"is {method.kind.name}; leave it out, or choose the method by its group, method={others.split()[0]}"
+            )
+    epochs, local_from = settings.training.epochs, methods.local_from_epoch(settings)
+    if method.kind is MethodKind.polo and local_from >= epochs:
+        key = "training.warmup_epochs" if method.local_from_epoch is None else "method.local_from_epoch"
+        found.append(
+            f"{key} lets the local phase of method=polo begin after epoch {local_from}, and training.epochs is "
+            f"{epochs}; set method.local_from_epoch to at most {epochs - 1}, or train longer"
+        )
+    if method.kind is MethodKind.lars and settings.cluster.python is None and find_spec("pytorch_optimizer") is None:
+        found.append(
+            "method.kind is lars, which needs the package pytorch_optimizer, and this Python has none; run "
+            "pip install 'tula-hpc[lars]', or choose another method"
+        )
+    return found
 
 
 def _check_grid(settings: Settings) -> list[str]:

@@ -14,6 +14,7 @@ from tula_hpc.composition import compose, compose_each, is_plain, sweep
 from tula_hpc.config import ClusterKind, Settings, conf_dir
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.methods import METHODS
 from tula_hpc.overview import is_in_good_hands, overview
 from tula_hpc.planning import plan
 from tula_hpc.runs import RunFolder
@@ -42,6 +43,10 @@ Choices (GROUP=NAME; a folder of your own with such files is added by --config-d
 
 {groups}
 
+Methods (method=NAME; `settings method` tells which method each setting is for)
+
+{methods}
+
 Examples
   python -m tula_hpc +experiment=resnet50_imagenet cluster=mysite --config-dir ~/tula data.root=/datasets
   python -m tula_hpc +experiment=resnet50_imagenet cluster=slurm controller=slurm data.root=/datasets
@@ -62,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         if verb in ("-h", "--help", "help"):
-            print(HELP.format(version=__version__, groups=_groups()))
+            print(HELP.format(version=__version__, groups=_groups(), methods=_methods()))
         elif verb == "--version":
             print(__version__)
         elif verb in verbs.VERBS:
@@ -106,6 +111,11 @@ def _groups() -> str:
         plus = "+" if folder.name == "experiment" else ""
         lines.append(f"  {plus + folder.name:12} {', '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
     return "\n".join(lines)
+
+
+def _methods() -> str:
+    """What each training method is."""
+    return "\n".join(f"  {kind.name:12} {method.words}" for kind, method in METHODS.items())
 
 
 Act = Callable[[Settings, list[str], Display], None]

@@ -77,7 +77,16 @@ class PricingKind(Enum):
 
 class MethodKind(Enum):
     ags = "ags"
+    ags_paper = "ags_paper"
     lbt = "lbt"
+    lrs_linear = "lrs_linear"
+    lrs_sqrt = "lrs_sqrt"
+    lars = "lars"
+    polo = "polo"
+
+    @property
+    def scales_gradients(self) -> bool:
+        return self in (MethodKind.ags, MethodKind.ags_paper)
 
 
 class Granularity(Enum):
@@ -92,6 +101,12 @@ class Gate(Enum):
     current = "current"
     lagged = "lagged"
     off = "off"
+
+
+class LocalMomentum(Enum):
+    keep = "keep"
+    reset = "reset"
+    average = "average"
 
 
 class StepTimeForm(Enum):
@@ -303,11 +318,15 @@ class PricingSettings:
 @dataclass
 class MethodSettings:
     kind: MethodKind = MethodKind.ags
-    """`ags`: adaptive gradient scaling (Algorithm 1); `lbt`: plain large-batch training."""
+    """`ags`: adaptive gradient scaling; `ags_paper`: its Algorithm 1 as printed; `lbt`: plain large-batch training;
+    `lrs_linear`, `lrs_sqrt`: the learning rate scaled by the batch, or by its square root; `lars`: a rate for each
+    layer, scaled by the batch; `polo`: post-local SGD. Choose by group, as in `method=polo`. A setting that is for
+    other methods is refused; one that names none is for `ags`."""
     small_batch: int = 128
-    """Batch the learning rate was tuned for; AGS scales towards its gradients."""
+    """For any method: the global batch that the learning rate was tuned for. `ags` and `ags_paper` scale towards its
+    gradients; `lrs_linear`, `lrs_sqrt` and `lars` scale the rate by how much larger, or smaller, the batch is."""
     delta_threshold: float = 0.5
-    """Gradient variability (Eq. 5) at which a step counts as sensitive and is left unscaled."""
+    """For `ags` and `ags_paper`: gradient variability (Eq. 5) at which a step is sensitive and is left unscaled."""
     granularity: Granularity = Granularity.element
     """One scale an element (as printed), channel, tensor, or for the whole model (`model`)."""
     gate: Gate = Gate.current
@@ -315,22 +334,36 @@ class MethodSettings:
     scale_floor: float | None = None
     """Smallest scale. Null: 1 / largest scale; the paper prints none, which is 0."""
     refresh_epochs: int = 1
-    """Epochs between two measurements of the scales."""
+    """For `ags` and `ags_paper`: epochs between two measurements of the scales."""
     refresh_samples: int = 1
     """Sub-batches averaged in each measurement."""
+    lars_lr: float | None = None
+    """For `lars`: the learning rate at `small_batch`. Null: `training.lr`, as in the paper, although LARS wants a rate
+    of its own, often ten to a hundred times that of SGD."""
+    trust_coefficient: float = 0.001
+    """For `lars`: how far a step may move a layer at learning rate 1, as a share of its norm."""
+    local_from_epoch: int | None = None
+    """For `polo`: epochs of synchronous training before the local phase. Null: those of `training.warmup_epochs`."""
+    sync_per_epoch: int = 4
+    """For `polo`: how often the ranks' models are averaged in an epoch of the local phase (paper: 4)."""
+    local_momentum: LocalMomentum = LocalMomentum.keep
+    """For `polo`: what an averaging does to the ranks' momentum. With `keep` a training that was interrupted goes on
+    with that of the first rank; with `reset` or `average`, as if nothing had happened."""
 
 
 @dataclass
 class TrainingSettings:
     epochs: int = 10
     lr: float = 0.01
+    """Learning rate tuned for `method.small_batch`, before the first milestone."""
     momentum: float = 0.9
     weight_decay: float = 0.0005
     milestones: list[int] = field(default_factory=list)
     """Epochs after which the learning rate is multiplied by `lr_decay`."""
     lr_decay: float = 0.1
     warmup_epochs: float = 5.0
-    """Epochs of linear warm-up from a tenth of `lr`."""
+    """Epochs of linear warm-up from a tenth of `lr`, to the scaled rate where the method scales it; every method has
+    it, and it does not shift the milestones (paper: 5)."""
     precision: Precision = Precision.fp32
     channels_last: bool = False
     seed: int = 0
@@ -488,8 +521,11 @@ def measurement_signature(settings: Settings) -> str:
     training = {
         key: fields["training"][key] for key in ("momentum", "precision", "channels_last", "eval_batch_per_rank")
     }
+    # these differ in the learning rate only
+    is_sgd = settings.method.kind in (MethodKind.lbt, MethodKind.lrs_linear, MethodKind.lrs_sqrt)
+    method = "sgd" if is_sgd else fields["method"]
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
     machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
     software = [_own_code(settings), software_versions()["torch"]]
-    settings_part = [fields["cluster"], fields["workload"], data, steps, training, fields["method"]]
+    settings_part = [fields["cluster"], fields["workload"], data, steps, training, method]
     return _short_hash([settings_part, machine, software])

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tula_hpc.control.verdicts import STUCK
+from tula_hpc.methods import in_words
 from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -179,12 +180,13 @@ class Display:
             used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
         predicted = selection["predicted"]["step_time_s"]
         self.explain(
-            f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}: test accuracy "
-            f"{result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
+            f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: test "
+            f"accuracy {result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
             f"{duration(result['step_time_s'])} (predicted {duration(predicted)})"
         )
         if any(line["test_loss"] is None for line in run.read_metrics()):
-            self.explain("the loss was not finite in some epochs: the training diverged; lower training.lr")
+            rate = "method.lars_lr" if result["method"] == "lars" else "training.lr"
+            self.explain(f"the loss was not finite in some epochs: the training diverged; lower {rate}")
         self.say(f"report: {run.report}")
         self.say(f"run folder: {run.path}")
 

@@ -28,6 +28,7 @@ class Summary:
     chosen: str = ""
     time: str = ""
     cost: str = ""
+    method: str = ""
     accuracy: str = ""
 
 
@@ -39,7 +40,7 @@ def runs_below(root: Path) -> list[RunFolder]:
 def overview(runs: list[RunFolder]) -> Table:
     """The table, a row a run."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for header in ("run", "stage", "controller", "nodes x batch a rank", "training takes", "cost", "top-1"):
+    for header in ("run", "stage", "controller", "nodes x batch a rank", "training takes", "cost", "method", "top-1"):
         table.add_column(header, overflow="fold")
     for run in runs:
         summary = summarise(run)
@@ -56,7 +57,8 @@ def summarise(run: RunFolder) -> Summary:
         controller = f"job {job_id}, not at work"
     selection = _read(run.selection)
     result = _read(run.train_result)
-    accuracy = result["test_top1"] if result else next((m["test_top1"] for m in run.read_metrics()[-1:]), None)
+    trained = result or next(iter(run.read_metrics()[-1:]), {})
+    accuracy = trained.get("test_top1")
     predicted = selection.get("predicted", {})
     return Summary(
         run.path.name,
@@ -65,6 +67,7 @@ def summarise(run: RunFolder) -> Summary:
         f"{selection['num_nodes']} x {selection['batch_per_rank']}" if selection else "",
         duration(predicted["train_time_s"]) if predicted else "",
         f"{selection['currency']}{predicted['cost']:.3g}" if predicted else "",
+        trained.get("method", ""),
         "" if accuracy is None else f"{accuracy:.2f} %",
     )
 

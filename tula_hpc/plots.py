@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from tula_hpc.config import MethodKind, Settings
+from tula_hpc.config import Settings
 from tula_hpc.display import duration
 from tula_hpc.markup import MEMORY_PARTS
 from tula_hpc.models.memory import MemoryFit
@@ -69,7 +69,7 @@ def draw(
             plots += [_step_time(fit, styles), _memory(fit, selection, styles), _step_parts(fit)]
         if metrics:
             plots.append(_training(metrics, settings))
-        if metrics and settings.method.kind is MethodKind.ags:
+        if metrics and settings.method.kind.scales_gradients:
             plots.append(_scaling(metrics, settings))
     return plots
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_hpc import methods
 from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
@@ -38,6 +39,7 @@ from tula_hpc.markup import (
     table,
     time_text,
 )
+from tula_hpc.methods import METHODS
 from tula_hpc.runs import RunFolder, read_json, replacing, write_text
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ class Records:
             metrics=run.read_metrics(),
             attempts=list(Journal(run.journal).state().attempts.values()) if run.journal.exists() else [],
         )
+
+    def trained_with(self) -> dict[str, Any]:
+        """The facts of the training that were recorded last: batch, rate, period; empty before its first epoch."""
+        return self.result or (self.metrics[-1] if self.metrics else {})
 
     def missing(self) -> list[str]:
         """What the run has not come to yet, one sentence each."""
@@ -151,7 +157,7 @@ _OBJECTIVES = {
 
 
 def _header(records: Records) -> str:
-    s, plan, fit = records.settings, records.plan, records.fit
+    s, plan, fit, used = records.settings, records.plan, records.fit, records.trained_with()
     ranks = count(s.cluster.ranks_per_node, "rank")
     samples = span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank)
     grid = f"{span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
@@ -165,8 +171,9 @@ def _header(records: Records) -> str:
         "Objective": _OBJECTIVES[s.objective.kind] + _limits(s),
         "Grid": f"{grid} ({s.search.mode.name} search)",
         "Method": _method(s),
-        "Training": f"{s.training.epochs} epochs, learning rate {s.training.lr:g}, {s.training.precision.name}",
+        "Training": f"{s.training.epochs} epochs, {methods.tuned_lr_in_words(s)}, {s.training.precision.name}",
         "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
+        "Trained with": f"global batch {used['global_batch']}, {methods.in_words(used)}" if used else "not yet",
         "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
     }
     return f'<header><p class="kicker">tula_hpc report</p><h1>{escape(s.name)}</h1>{facts_list(facts)}</header>'
@@ -190,13 +197,13 @@ def _call(node: dict[str, Any]) -> str:
 
 
 def _method(settings: Settings) -> str:
-    if settings.method.kind is not MethodKind.ags:
-        return "plain large-batch training"
     method = settings.method
-    return (
-        f"adaptive gradient scaling towards batch {method.small_batch}, one scale for each {method.granularity.name}, "
-        f"threshold {method.delta_threshold:g}"
-    )
+    text = f"{method.kind.name}: {METHODS[method.kind].words}"
+    if method.kind.scales_gradients:
+        text += f", towards batch {method.small_batch}, threshold {method.delta_threshold:g}"
+    if method.kind is MethodKind.ags:
+        text += f", one scale for each {method.granularity.name}"
+    return text
 
 
 def _devices(fit: dict[str, Any] | None) -> list[str]:
@@ -278,8 +285,8 @@ def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> floa
 
 def _relaunch(records: Records) -> str:
     """A strip that says so when the training did not use what was chosen."""
-    chosen, used = records.selection, records.result or (records.metrics[-1] if records.metrics else None)
-    if chosen is None or used is None or chosen["global_batch"] == used["global_batch"]:
+    chosen, used = records.selection, records.trained_with()
+    if chosen is None or not used or chosen["global_batch"] == used["global_batch"]:
         return ""
     reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
     because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""

@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
+from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import (
-    MethodKind,
     ObjectiveKind,
     ProfilingKind,
     Settings,
@@ -77,7 +77,7 @@ class Controller:
         if not self.run.selection.exists():
             self._choose()
         self.display.choice(self.run)
-        self._say_if_nothing_is_scaled()
+        self._say_what_the_method_does()
         if not self.run.train_result.exists() or self.journal.state().open:  # it may have ended while nobody watched
             self._train()
         self._report()
@@ -359,13 +359,11 @@ class Controller:
             waits[candidate.num_nodes] = Wait(seconds, source)
         return waits
 
-    def _say_if_nothing_is_scaled(self) -> None:
-        batch, method = read_json(self.run.selection)["global_batch"], self.settings.method
-        if method.kind is MethodKind.ags and batch <= method.small_batch:
-            self.display.explain(
-                f"adaptive gradient scaling has nothing to do at a global batch of {batch}: the learning rate was "
-                f"tuned for {method.small_batch} (method.small_batch)"
-            )
+    def _say_what_the_method_does(self) -> None:
+        chosen = read_json(self.run.selection)
+        ranks = chosen["num_nodes"] * chosen["gpus_per_node"]
+        for note in methods.notes(self.settings, chosen["global_batch"], ranks):
+            self.display.explain(note)
 
     # --- training -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the epoch: linear warm-up, then steps down at milestones. Needs no torch.
+"""The learning rate as a function of batch and epoch: scaled, linear warm-up, steps down at milestones. Needs no torch.
 
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step / steps_per_epoch, warmup_epochs=5,
                                                            milestones=[100, 150], decay=0.1))
@@ -10,6 +10,52 @@ torch's `SequentialLR` counts the milestones of its second schedule from the end
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+LrScaling = Literal["none", "sqrt", "linear"]
+"""How the rate follows the batch: not at all, as its square root (Krizhevsky 2014, arXiv 1404.5997), or in proportion
+to it (Goyal et al. 2017, arXiv 1706.02677)."""
+_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def scaled_lr(lr: float, *, global_batch: int, small_batch: int, scaling: LrScaling) -> float:
+    """The rate for `global_batch`, if `lr` was tuned for `small_batch`; lower where the batch is smaller."""
+    if scaling not in _EXPONENTS:
+        raise ValueError(f"scaling is {scaling!r}; choose one of {', '.join(_EXPONENTS)}.")
+    return lr * (global_batch / small_batch) ** _EXPONENTS[scaling]
+
+
+def learning_rate(
+    epoch: float,
+    *,
+    lr: float,
+    global_batch: int,
+    small_batch: int,
+    scaling: LrScaling,
+    warmup_epochs: float,
+    milestones: Sequence[float],
+    decay: float,
+) -> float:
+    """The learning rate at `epoch`, for every method.
+
+    The warm-up rises to the scaled rate from a tenth of `lr`, whatever the batch: the first steps of a large batch are
+    those that its rate endangers (Goyal et al., section 2.2). It never starts above a tenth of the scaled rate.
+
+    Args:
+        epoch: Epochs done so far, fractions included.
+        lr: The rate tuned for `small_batch`.
+        global_batch: Samples in one step over all ranks (B).
+        small_batch: The batch that `lr` belongs to (b).
+        scaling: How the rate follows B / b.
+        warmup_epochs: See `lr_factor`.
+        milestones: See `lr_factor`.
+        decay: See `lr_factor`.
+    """
+    scaled = scaled_lr(lr, global_batch=global_batch, small_batch=small_batch, scaling=scaling)
+    start = 0.1 * min(1.0, lr / scaled)
+    return scaled * lr_factor(
+        epoch, warmup_epochs=warmup_epochs, milestones=milestones, decay=decay, warmup_start=start
+    )
 
 
 def lr_factor(

@@ -110,6 +110,15 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def first_rank_says(yes: bool, device: torch.device) -> bool:
+    """The first rank's answer, on every rank."""
+    if not dist.is_initialized():
+        return yes
+    answer = torch.tensor([int(yes)], device=device)
+    dist.broadcast(answer, src=0)
+    return bool(answer)
+
+
 def wait_for_all() -> None:
     if dist.is_initialized():
         dist.barrier()

@@ -23,12 +23,13 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.post_local_sgd import PostLocalSGD
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.ranks.training import autocast, build_optimizer, evaluate, loader_options
+from tula_hpc.ranks.training import autocast, build_averaging, build_optimizer, evaluate, loader_options
 from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
@@ -89,6 +90,7 @@ class Bench:
     clock: Clock
     precision: Any
     last_bucket: LastBucket
+    averaging: PostLocalSGD | None
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = next(self.batches)
@@ -200,11 +202,21 @@ def _build(
         dataset, candidate.batch_per_rank, sampler=sampler, drop_last=True, **loader_options(settings, device)
     )
     optimizer = build_optimizer(settings, model, candidate.global_batch)
+    averaging = build_averaging(settings, model, optimizer, len(loader))
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     loss_fn = build_loss(settings, device)
     precision = settings.training.precision
     return Bench(
-        model.train(), optimizer, loss_fn, batches, candidate.batch_per_rank, device, clock, precision, last_bucket
+        model.train(),
+        optimizer,
+        loss_fn,
+        batches,
+        candidate.batch_per_rank,
+        device,
+        clock,
+        precision,
+        last_bucket,
+        averaging,
     )
 
 
@@ -222,9 +234,9 @@ def _affordable_steps(settings: Settings, step_s: float, device: torch.device) -
 
 
 def _step_at_the_end_of_an_epoch(settings: Settings, bench: Bench, me: Rank, test_set: Any) -> int:
-    """A step with all that training does at the end of an epoch: AGS measures its scales, a batch is evaluated, and a
-    checkpoint is written, here to nowhere. Their memory is then part of the peak, and the timed steps scale their
-    gradients as most of training does.
+    """A step with all that training does at the end of an epoch: AGS measures its scales, replicas are averaged, a
+    batch is evaluated, and a checkpoint is written, here to nowhere. Their memory is then part of the peak, and the
+    timed steps scale their gradients as most of training does.
 
     Returns:
         Bytes that forward leaves on a GPU for backward.
@@ -240,6 +252,8 @@ def _step_at_the_end_of_an_epoch(settings: Settings, bench: Bench, me: Rank, tes
             bench.optimizer.refresh(bench.model, bench.loss_fn, inputs, targets)
     bench.optimizer.step()
     bench.optimizer.zero_grad(set_to_none=True)
+    if bench.averaging is not None:
+        bench.averaging.average()
     eval_batch = settings.training.eval_batch_per_rank or bench.batch_per_rank
     one_batch_each: Any = Subset(test_set, range(min(len(test_set), eval_batch * me.world_size)))
     evaluate(settings, bench.model, bench.loss_fn, one_batch_each, eval_batch, me, bench.device)

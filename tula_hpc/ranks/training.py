@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import MethodKind, Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
-from tula_hpc.optim.schedules import lr_factor
+from tula_hpc.optim.lars import lars
+from tula_hpc.optim.post_local_sgd import PostLocalSGD
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.device_memory import GIB, peak_bytes
-from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
@@ -29,6 +31,9 @@ from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 PROGRESS_EVERY_S = 2.0
 FIRST_STEPS = 5
 """Steps of a process that say nothing about the others: memory is claimed and kernels are chosen in them."""
+
+LOOK_EVERY_STEPS = 16
+"""Local steps of post-local SGD after which a warned training is noticed, if its ranks are not averaged before."""
 
 
 def train(
@@ -68,6 +73,13 @@ def train(
         drop_last=sampler.num_samples > 1 and sampler.num_samples % candidate.batch_per_rank == 1,
         **loader_options(settings, device),
     )
+    averaging = build_averaging(settings, model, optimizer, len(loader))
+    facts = {
+        "global_batch": candidate.global_batch,
+        "method": settings.method.kind.name,
+        "base_lr": methods.base_lr(settings, candidate.global_batch),
+        "averaging_period_steps": None if averaging is None else averaging.period,
+    }
 
     first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
     if me.is_first:
@@ -86,7 +98,19 @@ def train(
         leave_if_warned(num_samples)
         heartbeat.beat(f"evaluating, epoch {epoch + 1}")
 
+    def average_if_due() -> bool:
+        """Whether all ranks have the same model after this step, so that one of them can save it: always, but after
+        a local step only if an averaging was due, or is made because of a warning. All ranks ask for one together."""
+        if averaging is None or not local or averaging.after_step():
+            return True
+        if averaging.since_average % LOOK_EVERY_STEPS == 0 and first_rank_says(warning.is_set(), device):
+            averaging.average()
+        return averaging.since_average == 0
+
     for epoch in range(first_epoch, hyper.epochs):
+        local = averaging is not None and epoch >= methods.local_from_epoch(settings)
+        # called directly, the module inside DDP neither averages gradients nor broadcasts buffers
+        replica = inner_module(model) if local else model
         torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
         sampler.set_epoch(epoch)
         sampler.skip = math.ceil(samples_in_epoch / me.world_size)  # a whole epoch leaves nothing, also if uneven
@@ -95,15 +119,15 @@ def train(
         epoch_began = timed_since = waiting_since = time.monotonic()
         samples_here = steps = 0
         data_wait_s = 0.0
-        lr = _learning_rate(settings, epoch + samples_in_epoch / num_samples)
+        lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
         for inputs, targets in loader:
             data_wait_s += time.monotonic() - waiting_since
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            lr = _learning_rate(settings, epoch + samples_in_epoch / num_samples)
+            lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with autocast(hyper.precision, device):
-                outputs = model(inputs)
+                outputs = replica(inputs)
                 loss = loss_fn(outputs, targets)
             loss.backward()
             left_after = sampler.num_samples - math.ceil(samples_in_epoch / me.world_size) - len(inputs)
@@ -129,13 +153,16 @@ def train(
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
                 _write_progress(run, settings, epoch * num_samples + samples_in_epoch, num_samples, start)
-            if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
-                saved_at = time.monotonic()
-                _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
-            leave_if_warned(samples_in_epoch)
+            if average_if_due():
+                if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
+                    saved_at = time.monotonic()
+                    _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+                leave_if_warned(samples_in_epoch)
             heartbeat.beat(f"training, epoch {epoch + 1}")
             waiting_since = time.monotonic()
 
+        if averaging is not None and averaging.since_average > 0:
+            averaging.average()
         trained_at = _now(device)
         loss_sum, correct_sum, count = sum_over_ranks(torch.cat([sums, sums.new_tensor([samples_here])])).tolist()
         memory_gib = torch.tensor([peak_bytes(device) / GIB], device=device)
@@ -149,8 +176,7 @@ def train(
             "train_loss": loss_sum / count if count else math.nan,
             "train_top1": 100 * correct_sum / count if count else math.nan,
             **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, on_evaluated_batch),
-            "global_batch": candidate.global_batch,
-            "method": settings.method.kind.name,
+            **facts,
             "num_nodes": candidate.num_nodes,
             "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
             "data_wait_s": data_wait_s / steps if steps else math.nan,
@@ -170,14 +196,7 @@ def train(
     if me.is_first:
         if writer is not None:
             writer.close()
-        _write_result(run, settings, candidate, began)
-
-
-def _learning_rate(settings: Settings, epoch: float) -> float:
-    """Learning rate after `epoch` epochs, which need not be whole."""
-    hyper = settings.training
-    milestones, decay = hyper.milestones, hyper.lr_decay
-    return hyper.lr * lr_factor(epoch, warmup_epochs=hyper.warmup_epochs, milestones=milestones, decay=decay)
+        _write_result(run, settings, candidate, facts, began)
 
 
 def _now(device: torch.device) -> float:
@@ -188,10 +207,16 @@ def _now(device: torch.device) -> float:
 
 
 def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: int) -> torch.optim.Optimizer:
-    """SGD, wrapped for adaptive gradient scaling if that is the method."""
+    """LARS, or SGD, wrapped for the methods that scale gradients. The loop sets its rate before each step."""
     hyper, method = settings.training, settings.method
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if method.kind is MethodKind.lars:
+        options = {"momentum": hyper.momentum, "weight_decay": hyper.weight_decay}
+        return lars(parameters, hyper.lr, trust_coefficient=method.trust_coefficient, **options)
     sgd = torch.optim.SGD(parameters, hyper.lr, hyper.momentum, weight_decay=hyper.weight_decay)
+    if method.kind is MethodKind.ags_paper:
+        batches = {"global_batch": global_batch, "small_batch": method.small_batch}
+        return TulaOptimizer.paper(sgd, delta_threshold=method.delta_threshold, **batches)
     if method.kind is not MethodKind.ags:
         return sgd
     return TulaOptimizer(
@@ -204,6 +229,17 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
         s_min=method.scale_floor,
         refresh_samples=method.refresh_samples,
     )
+
+
+def build_averaging(
+    settings: Settings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> PostLocalSGD | None:
+    """What averages the ranks' models, if the method is post-local SGD; at the end of an epoch they are in any case."""
+    method = settings.method
+    if method.kind is not MethodKind.polo:
+        return None
+    period = math.ceil(steps_per_epoch / method.sync_per_epoch)
+    return PostLocalSGD(model, optimizer, period=period, momentum=method.local_momentum.value)
 
 
 def loader_options(settings: Settings, device: torch.device) -> dict[str, Any]:
@@ -320,7 +356,9 @@ def _write_progress(
     write_json(run.progress, {"samples": samples, "of_samples": total, "time": time.time(), **start})
 
 
-def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, began: float) -> None:
+def _write_result(
+    run: RunFolder, settings: Settings, candidate: Candidate, facts: dict[str, Any], began: float
+) -> None:
     """The manifest of the whole training, written last."""
     lines = run.read_metrics()
     # an earlier attempt may have trained with a larger batch, or on other nodes
@@ -332,9 +370,8 @@ def _write_result(run: RunFolder, settings: Settings, candidate: Candidate, bega
             "epochs": settings.training.epochs,
             "num_nodes": candidate.num_nodes,
             "batch_per_rank": candidate.batch_per_rank,
-            "global_batch": candidate.global_batch,
+            **facts,
             "requested_global_batch": _requested_global_batch(run, candidate),
-            "method": settings.method.kind.name,
             "test_top1": lines[-1]["test_top1"],
             "test_top5": lines[-1]["test_top5"],
             "train_top1": lines[-1]["train_top1"],
