@@ -38,6 +38,16 @@ def test_on_a_terminal_the_jobs_and_the_time_left_are_shown():
         assert words in screen.getvalue()
 
 
+def test_a_drift_of_the_training_stands_beside_its_progress():
+    """The line that says how far the training is says what became of its steps."""
+    screen = io.StringIO()
+    display = Display(Console(file=screen, force_terminal=True, width=120, color_system=None))
+    progress = {"samples": 50, "of_samples": 100, "time": 60.0, "started": 0.0}
+    display.training([look(QueueState.running)], progress, [], "since 10:32:05 steps take 1.42 x as long")
+    display.close()
+    assert "training: 50 %, about 60 s left; since 10:32:05 steps take 1.42 x as long" in screen.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.00421, "4.21 ms"), (1.5, "1.5 s"), (119, "119 s"), (7100, "118.3 min"), (9000, "2.5 h")]
 )

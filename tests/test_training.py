@@ -113,12 +113,68 @@ def test_ranks_share_what_is_left_of_an_epoch(seen: int):
     """Two ranks with an odd number of samples see the rest once (and the padding), and nothing of a whole epoch."""
     shares = []
     for rank in range(2):
-        sampler = RemainingSampler(range(1437), 2, rank, seed=3)  # type: ignore[arg-type]
+        sampler = RemainingSampler(range(1437), 32, 2, rank, seed=3)  # type: ignore[arg-type]
         whole = list(sampler)
-        sampler.skip = math.ceil(seen / 2)
+        sampler.seen = seen
         shares.append(list(sampler))
-        assert shares[-1] == whole[sampler.skip :]
+        assert shares[-1] == whole[math.ceil(seen / 2) :]
     assert len(shares[0]) == len(shares[1]) == 719 - math.ceil(seen / 2)
+
+
+@pytest.mark.parametrize(("before", "after", "batch"), [(8, 4, 16), (4, 8, 1), (1, 8, 33), (8, 1, 7), (3, 2, 5)])
+def test_another_number_of_ranks_goes_on_with_the_rest(before: int, after: int, batch: int):
+    """After some steps on one number of ranks another one sees the rest: each sample once, the fill from the start."""
+
+    def steps(num_ranks: int, seen: int) -> list[list[int]]:
+        """Samples of each step, over all ranks."""
+        shares = []
+        for rank in range(num_ranks):
+            sampler = RemainingSampler(range(1437), 10_000, num_ranks, rank, seed=3)  # type: ignore[arg-type]
+            sampler.seen = seen
+            shares.append(list(sampler))
+        assert len({len(share) for share in shares}) == 1  # or some would wait for the others
+        longest = range(0, len(shares[0]), batch)
+        return [[index for share in shares for index in share[i : i + batch]] for i in longest]
+
+    taken = [index for step in steps(before, 0)[:3] for index in step]
+    assert len(set(taken)) == len(taken) == 3 * before * batch
+    rest = [index for step in steps(after, len(taken)) for index in step]
+    assert set(taken) | set(rest) == set(range(1437))
+    assert len(taken) + len(rest) - 1437 < after
+
+
+def test_no_rank_gets_a_last_batch_of_one():
+    """BatchNorm refuses it, whatever the epoch was left at."""
+    for seen in (0, 37, 1405):
+        sampler = RemainingSampler(range(1437), 100, 1, 0, seed=3)  # type: ignore[arg-type]
+        sampler.seen = seen
+        assert len(list(sampler)) % 100 != 1
+    assert len(list(sampler)) == 32
+
+
+def test_the_steps_are_told_in_windows(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """The progress holds windows of at least ten steps, whose times add up to what the metrics say."""
+    settings = tiny_settings("data.train_samples=null", "training.epochs=12", "method=lbt")
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    windows = read_json(run.progress)["windows"]
+    assert windows
+    assert all(steps >= 10 and 0 <= wait_s < step_s for _, steps, step_s, wait_s in windows)
+    assert [ended for ended, *_ in windows] == sorted(ended for ended, *_ in windows)
+
+
+def test_a_training_that_is_asked_to_leaves_between_two_steps(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """A file of the controller is found when progress is told; nothing of the epoch is lost or trained twice."""
+    settings = tiny_settings("data.train_samples=null", "training.epochs=400")
+    run, warning = RunFolder(tmp_path / "run"), EarlyWarning()
+    warning.leave = tmp_path / "leave.json"
+    warning.leave.touch()
+    with pytest.raises(TimeIsUp, match="the controller asked for it; a checkpoint was written"):
+        train(settings, Candidate(1, 32), ALONE, run, CPU, warning, Heartbeat(None))
+    assert warning.kind() == "replanned"
+    state = checkpoints.load_latest(run.checkpoints)
+    assert state is not None
+    assert state["epoch"] == len(run.read_metrics()) < 400
 
 
 def test_a_smaller_batch_goes_on_with_the_rest_of_the_epoch(tiny_settings: Callable[..., Settings], tmp_path: Path):

@@ -89,6 +89,12 @@ class MethodKind(Enum):
         return self in (MethodKind.ags, MethodKind.ags_paper)
 
 
+class ReplanKind(Enum):
+    off = "off"
+    offer = "offer"
+    auto = "auto"
+
+
 class Granularity(Enum):
     element = "element"
     channel = "channel"
@@ -373,6 +379,10 @@ class TrainingSettings:
     """Minutes between two checkpoints inside an epoch; one is always written at the end of an epoch."""
     max_relaunches: int = no_result(4)
     """How often the training may be started again after each kind of end: out of memory, a lost node, preemption ..."""
+    replan: ReplanKind = field(default=ReplanKind.offer, metadata=NO_RESULT)
+    """What happens when steps lastingly take another time than predicted, as on a network that others have begun to
+    use: `offer` says so, and which configuration would be better for the rest; `auto` has the training save and go on
+    there, at most twice; `off` (in a YAML file: 'off') does not look."""
     collective_timeout_s: float = no_result(300.0)
     """A rank that waits longer than this for the others ends, and so does its job."""
 

@@ -85,8 +85,10 @@ class Display:
         left = "" if seconds_left is None or done == total else f", about {duration(seconds_left)} left"
         self._show(looks, f"{title}: {done} of {total} measured{left}", done, total)
 
-    def training(self, looks: list[Look], progress: dict[str, Any], last_line: list[dict[str, Any]]) -> None:
-        """The training job, how far it is, and the newest accuracy."""
+    def training(
+        self, looks: list[Look], progress: dict[str, Any], last_line: list[dict[str, Any]], drift: str = ""
+    ) -> None:
+        """The training job, how far it is, the newest accuracy, and a drift of its steps where there is one."""
         done, total = progress["samples"], progress["of_samples"]
         text = f"training: {100 * done / max(1, total):.0f} %"
         here = done - progress.get("samples_at_start", 0)  # an earlier attempt's samples took another time
@@ -95,6 +97,7 @@ class Display:
         if last_line:
             line = last_line[0]
             text += f", epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %"
+        text += f"; {drift}" if drift else ""
         self._show(looks, text, done, total)
 
     def silence(self, seconds: float) -> None:
@@ -176,8 +179,9 @@ class Display:
         selection, result = read_json(run.selection), read_json(run.train_result)
         used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank"
         used += f" = global batch {result['global_batch']}"
-        if result["global_batch"] != selection["global_batch"]:
-            used += f" (chosen was {selection['global_batch']}, which ran out of memory)"
+        chosen = selection["num_nodes"], selection["batch_per_rank"]
+        if (result["num_nodes"], result["batch_per_rank"]) != chosen:
+            used += f" (chosen was {count(chosen[0], 'node')} x {chosen[1]} a rank; `status` says why it changed)"
         predicted = selection["predicted"]["step_time_s"]
         self.explain(
             f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: test "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc import methods
 from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
-from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import count, duration
 from tula_hpc.errors import RecordError
@@ -40,6 +40,7 @@ from tula_hpc.markup import (
     time_text,
 )
 from tula_hpc.methods import METHODS
+from tula_hpc.notices import drift_notice, relaunch_notice
 from tula_hpc.runs import RunFolder, read_json, replacing, write_text
 
 if TYPE_CHECKING:
@@ -61,11 +62,13 @@ class Records:
     result: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     attempts: list[Attempt]
+    drifts: tuple[dict[str, Any], ...]
 
     @classmethod
     def read(cls, run: RunFolder) -> Records:
         """Everything the run folder holds. Raises RecordError on files that are there and cannot be read."""
         config_text = run.config.read_text(encoding="utf-8")
+        state = Journal(run.journal).state() if run.journal.exists() else State()
         files = {"plan": run.plan, "fit": run.fit, "selection": run.selection, "result": run.train_result}
         return cls(
             run=run,
@@ -73,7 +76,8 @@ class Records:
             config_text=config_text,
             **{name: read_json(path) if path.exists() else None for name, path in files.items()},
             metrics=run.read_metrics(),
-            attempts=list(Journal(run.journal).state().attempts.values()) if run.journal.exists() else [],
+            attempts=list(state.attempts.values()),
+            drifts=state.drifts,
         )
 
     def trained_with(self) -> dict[str, Any]:
@@ -225,7 +229,8 @@ def _answer(records: Records) -> str:
     rule = selection["rule"].replace("_", " ")
     return (
         f'<section class="answer"><p class="kicker">The answer</p>'
-        f"<h2>{escape(answer)} = global batch {escape(selection['global_batch'])}</h2>{notice}{_relaunch(records)}"
+        f"<h2>{escape(answer)} = global batch {escape(selection['global_batch'])}</h2>{notice}"
+        f"{relaunch_notice(records)}{drift_notice(records)}"
         f'<div class="tiles">{"".join(_tiles(records, selection))}</div>'
         f'<p class="reason">{escape(selection["reason"])} <small>Rule: {escape(rule)}.</small></p>'
         f"{_alternatives(selection)}</section>"
@@ -281,19 +286,6 @@ def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> floa
     used = (result["num_nodes"], result["batch_per_rank"])
     rows = [row for row in selection["candidates"] if (row["num_nodes"], row["batch_per_rank"]) == used]
     return float(rows[0]["step_time_s"]) if rows else None
-
-
-def _relaunch(records: Records) -> str:
-    """A strip that says so when the training did not use what was chosen."""
-    chosen, used = records.selection, records.trained_with()
-    if chosen is None or not used or chosen["global_batch"] == used["global_batch"]:
-        return ""
-    reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
-    because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""
-    text = (
-        f"Chosen was a global batch of {chosen['global_batch']}; in the end the training used {used['global_batch']}."
-    )
-    return f'<div class="notice"><strong>{escape(text)}</strong>{escape(because)}</div>'
 
 
 def _alternatives(selection: dict[str, Any]) -> str:

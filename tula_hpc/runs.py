@@ -274,6 +274,11 @@ class AttemptFolder:
         """Rewritten by rank 0 while the work goes on."""
         return self.path / "heartbeat.json"
 
+    @property
+    def leave(self) -> Path:
+        """There once the controller wants a training to save and end, because it goes on elsewhere."""
+        return self.path / "leave.json"
+
     def rendezvous(self, launch: str) -> Path:
         """Where rank 0 of one launch says how to reach it; a requeued job is another launch."""
         return self.path / f"rendezvous-{safe_tag(launch)}.json"

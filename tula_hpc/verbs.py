@@ -52,6 +52,8 @@ def status(arguments: list[str], display: Display) -> None:
     if run.progress.exists() and not run.train_result.exists():
         progress = run.read_progress()
         display.say(f"training: {100 * progress['samples'] / progress['of_samples']:.0f} % of the samples")
+    for drift in state.drifts:
+        display.say(f"{drift['headline']}. {drift['words']}")
     for line in run.read_metrics()[-1:]:
         display.say(f"epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %, {duration(line['epoch_s'])}")
     holder = holder_of(run)
@@ -218,15 +220,17 @@ def _watch(run: RunFolder, display: Display) -> None:
                     break
                 display.say(waiting)
             if events != (events := len(list(run.journal.glob("[0-9]*.json")))):
-                attempts = Journal(run.journal).state().attempts.values()
+                state = Journal(run.journal).state()
             looks = []
-            for attempt in attempts:
+            for attempt in state.attempts.values():
                 started = run.attempt(attempt.job, attempt.number).claim.exists()
                 seen = Seen(QueueState.running if started else QueueState.pending)
                 looks.append(Look(attempt, seen, attempt.verdict))
             if run.selection.exists():
                 training = [look for look in looks if look.attempt.job == TRAIN]
-                display.training(training, run.read_progress(), run.read_metrics()[-1:])
+                drift = state.drift_of(training[-1].attempt) if training else None
+                headline = drift["headline"] if drift else ""
+                display.training(training, run.read_progress(), run.read_metrics()[-1:], headline)
             else:
                 done = sum(look.verdict is not None for look in looks)
                 display.jobs("profiling", looks, done, len(looks), None)

@@ -365,12 +365,17 @@ class ThrowawaySlurm:
             self.run(*inside, "addr", "add", f"{self.settings.address(node)}/24", "dev", "eth0")
             self.run(*inside, "link", "set", "eth0", "up")
             self.run(*inside, "link", "set", "lo", "up")
-            if self.settings.link_rate:
-                rate = ("root", "tbf", "rate", self.settings.link_rate, "burst", "256k", "latency", "50ms")
-                self.run("tc", "qdisc", "add", "dev", link, *rate)
-                self.run("nsenter", f"--net=/run/netns/{node}", "tc", "qdisc", "add", "dev", "eth0", *rate)
+        if self.settings.link_rate:
+            self.limit_links(self.settings.link_rate)
         names = [f"{self.settings.address(node)} {node} {HOSTS_MARK}\n" for node in self.node_names]
         HOSTS_FILE.write_text(_hosts_without_ours() + "".join(names))
+
+    def limit_links(self, rate: str) -> None:
+        """Let each host's link carry so much in both directions from now on, as in `SlurmSettings.link_rate`."""
+        limit = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms")
+        for node in self.node_names:
+            self.run("tc", "qdisc", "replace", "dev", self._link(node), *limit)
+            self.run("nsenter", f"--net=/run/netns/{node}", "tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def _write_configuration(self) -> None:
         texts = {"slurm.conf": _slurm_conf(self.settings, self.folder), "cgroup.conf": _cgroup_conf()}

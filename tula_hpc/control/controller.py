@@ -27,19 +27,21 @@ from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.next_steps import NextSteps, if_cancelled
 from tula_hpc.control.packing import Submission, submissions
+from tula_hpc.control.prediction import chosen_fit, predicted_table
 from tula_hpc.control.probe import MOST_PROBES, Probe
+from tula_hpc.control.replanning import Replanning
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.limits import Limits
-from tula_hpc.models.memory import MemoryFit, fit_memory
+from tula_hpc.models.memory import fit_memory
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import next_candidates
-from tula_hpc.models.selection import Selection, candidate_table, select
-from tula_hpc.models.step_time import StepTimeFit, fit_step_time
+from tula_hpc.models.selection import Selection, select
+from tula_hpc.models.step_time import fit_step_time
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
@@ -61,6 +63,9 @@ class Controller:
         self.journal = Journal(self.run.journal)
         self.jobs = Jobs(self.settings, self.run, self.journal, self.scheduler, self.heartbeat)
         self.next_steps = NextSteps(self.settings, self.journal, self.jobs, self.display.say)
+        self.replanning = Replanning(
+            self.settings, self.run, self.journal, self.jobs, self.display.say, self._queue_waits
+        )
         self._refused: set[Candidate] = set()
         self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
@@ -312,31 +317,12 @@ class Controller:
     def _best(self) -> tuple[Selection, pd.DataFrame, Price]:
         """The choice by the newest fit, the table of candidates, and the price."""
         fit = read_json(self.run.fit)
-        grid, objective, currency = (
-            self.settings.grid_candidates(),
-            self.settings.objective,
-            self.settings.pricing.currency,
-        )
-        price = price_of(self.settings)
-        predict = functools.partial(
-            candidate_table,
-            grid,
-            StepTimeFit.from_dict(fit["step_time"][fit["step_time_form"]]),
-            MemoryFit.from_dict(fit["memory"]),
-            price,
-            self.settings.train_samples,
-            self.settings.training.epochs,
-            fit["memory_limit_gib"],
-            fit["memory_fraction"],
-            {Candidate.from_name(name, self.settings.cluster.ranks_per_node) for name in fit["infeasible"]},
-            pd.DataFrame(fit["points"]),
-        )
+        objective, currency, price = self.settings.objective, self.settings.pricing.currency, price_of(self.settings)
+        epochs = self.settings.training.epochs
+        predict = functools.partial(predicted_table, self.settings, fit, chosen_fit(fit), price, epochs)
         table = predict()
         if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
             table = predict(self._queue_waits(table))
-        for row, candidate in enumerate(grid):
-            if candidate.name in fit["failed"]:
-                table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
         table = Limits(objective.deadline_h, objective.budget, objective.max_nodes).keep(table, currency)
         return select(table, objective.kind.name, objective.tie_tolerance, currency), table, price
 
@@ -377,6 +363,8 @@ class Controller:
             if last is not None:
                 self.next_steps.refuse_to_repeat(last)
                 candidate, memory_gib = self.next_steps.after(last)
+                if last.verdict is Verdict.replanned and last.successor is not None:
+                    time_limit_min = self._train_time_limit_min(last.successor.train_time_s)
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
                 training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
@@ -408,7 +396,10 @@ class Controller:
         return min(wanted, self.scheduler.longest_job_min() or wanted)
 
     def _show_training(self, looks: list[Look]) -> None:
-        self.display.training(looks, self.run.read_progress(), self.run.read_metrics()[-1:])
+        progress = self.run.read_progress()
+        self.replanning.look(progress)
+        drift = next((self.journal.state().drift_of(look.attempt) for look in looks), None)
+        self.display.training(looks, progress, self.run.read_metrics()[-1:], drift["headline"] if drift else "")
 
     def _report(self) -> None:
         from tula_hpc.report import write_report

@@ -11,7 +11,7 @@ from typing import Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, to_plain
-from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.journal import Attempt, Journal, Successor
 from tula_hpc.control.packing import Submission
 from tula_hpc.control.scheduler import JobRequest, Scheduler, Seen
 from tula_hpc.control.verdicts import Evidence, QueueState, RankError, Verdict, conclude
@@ -252,9 +252,12 @@ class Jobs:
 
     def _see_to(self, attempt: Attempt, state: QueueState) -> None:
         """End an attempt in the queue that is to end, or hangs."""
-        if attempt.ending is not None:
+        if attempt.ending is Verdict.replanned:  # by itself, unless it hangs
+            self._ask_to_leave(attempt)
+        elif attempt.ending is not None:
             self._cancel_jobs_of([attempt])  # the scheduler may not have heard it
-        elif state is QueueState.running and not (attempt.one_after_another and not self._has_begun(attempt)):
+            return
+        if state is QueueState.running and not (attempt.one_after_another and not self._has_begun(attempt)):
             self._end_if_hung(attempt)
         else:
             self._beats.pop(attempt.key, None)  # a suspended job has no heartbeat
@@ -301,7 +304,8 @@ class Jobs:
         if files_may_come and not known and time.monotonic() - first_seen < self._scheduler.file_lag_s:
             return None
         verdict, reason = passed_over or conclude(evidence)
-        if attempt.ending is not None and verdict is not Verdict.success:
+        cancelled_meanwhile = attempt.ending is Verdict.replanned and verdict is Verdict.cancelled
+        if attempt.ending is not None and verdict is not Verdict.success and not cancelled_meanwhile:
             verdict, reason = attempt.ending, attempt.reason
         broken = self._scheduler.broken_hosts(seen.hosts) if verdict is Verdict.node_failure and seen.hosts else []
         if broken:
@@ -378,6 +382,16 @@ class Jobs:
         for attempt in attempts:
             self._journal.ending(attempt, verdict, reason)
         self._cancel_jobs_of(attempts)
+
+    def replan(self, attempt: Attempt, successor: Successor, reason: str) -> None:
+        """Have a training save and end between two steps, to go on as another attempt; its verdict says so then."""
+        self._journal.ending(attempt, Verdict.replanned, reason, successor)
+        self._ask_to_leave(attempt)
+
+    def _ask_to_leave(self, attempt: Attempt) -> None:
+        leave = self._run.attempt(attempt.job, attempt.number).leave
+        if not leave.exists():
+            write_json(leave, {})
 
     def _cancel_jobs_of(self, attempts: Collection[Attempt]) -> None:
         """Cancel the jobs of attempts, but for those that others share which are still waited for."""

@@ -11,13 +11,23 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.runs import json_text, naming, read_json, sync_folder
+
+
+@dataclass(frozen=True)
+class Successor:
+    """What a training goes on with once the controller has had it save and end for that."""
+
+    num_nodes: int
+    batch_per_rank: int
+    train_time_s: float
+    """Predicted time of the steps that are left."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,8 @@ class Attempt:
     """Hosts that were found down when the attempt had ended."""
     start: int = 0
     """How often a user had started the run's controller when the attempt was made; retries are counted from there."""
+    successor: Successor | None = None
+    """What comes after it, where the controller had it end for that."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -60,6 +72,8 @@ class State:
     """How often a user has started the run's controller."""
     lifted: int = 0
     """The last of these starts that was to go on with a cancelled run: what was cancelled before it runs again."""
+    drifts: tuple[dict[str, Any], ...] = ()
+    """Lasting changes of the training's step time, as `replanning` told them, oldest first."""
 
     def of(self, job: str) -> list[Attempt]:
         """Attempts at one job, oldest first."""
@@ -81,6 +95,12 @@ class State:
     def verdicts_of(self, tag: str) -> set[Verdict | None]:
         """How the attempts of a submission ended."""
         return {a.verdict for a in self.attempts.values() if a.tag == tag}
+
+    def drift_of(self, attempt: Attempt) -> dict[str, Any] | None:
+        """The newest drift, if it was told of what the attempt runs at."""
+        newest = self.drifts[-1] if self.drifts else None
+        here = attempt.num_nodes, attempt.batch_per_rank
+        return newest if newest and (newest["num_nodes"], newest["batch_per_rank"]) == here else None
 
     def cancelled_jobs(self) -> list[str]:
         """Jobs that were cancelled and are not wanted again since."""
@@ -108,6 +128,7 @@ class Journal:
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._start = 0
         self._lifted = 0
+        self._drifts: list[dict[str, Any]] = []
         self._state: State | None = None
         self._number = 0
         self._flushed_later = False
@@ -123,7 +144,7 @@ class Journal:
     def state(self) -> State:
         """What all events add up to."""
         if self._state is None:
-            self._state = State(dict(self._attempts), self._start, self._lifted)
+            self._state = State(dict(self._attempts), self._start, self._lifted, tuple(self._drifts))
         return self._state
 
     @contextmanager
@@ -158,8 +179,15 @@ class Journal:
         elif event["event"] == "submitted":
             self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"])
         elif event["event"] == "ending":
-            verdict = Verdict(event["verdict"])
-            self._attempts[key] = replace(self._attempts[key], ending=verdict, reason=event["reason"])
+            verdict, goes_on = Verdict(event["verdict"]), event.get("successor")
+            self._attempts[key] = replace(
+                self._attempts[key],
+                ending=verdict,
+                reason=event["reason"],
+                successor=Successor(**goes_on) if goes_on else None,
+            )
+        elif event["event"] == "drift":
+            self._drifts.append(event)
         elif event["event"] == "verdict":
             verdict = Verdict(event["verdict"])
             self._attempts[key] = replace(
@@ -189,14 +217,19 @@ class Journal:
     def submitted(self, attempt: Attempt, job_id: str) -> None:
         self._append("submitted", job=attempt.job, attempt=attempt.number, job_id=job_id)
 
-    def ending(self, attempt: Attempt, verdict: Verdict, reason: str) -> None:
-        """The scheduler is about to be told to end an attempt, and this is why."""
-        self._append("ending", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason)
+    def ending(self, attempt: Attempt, verdict: Verdict, reason: str, successor: Successor | None = None) -> None:
+        """The scheduler, or the training itself, is about to be told to end an attempt, and this is why."""
+        more = {} if successor is None else {"successor": asdict(successor)}
+        self._append("ending", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason, **more)
         sync_folder(self._folder)  # also inside `together`: a cancellation nobody knows the reason of is a user's
 
     def concluded(self, attempt: Attempt, verdict: Verdict, reason: str, broken_hosts: Collection[str] = ()) -> None:
         found = {"broken_hosts": sorted(broken_hosts)} if broken_hosts else {}
         self._append("verdict", job=attempt.job, attempt=attempt.number, verdict=verdict.value, reason=reason, **found)
+
+    def drifted(self, attempt: Attempt, **what: Any) -> None:
+        """A training's steps have lastingly come to take another time, and this is what follows from it."""
+        self._append("drift", job=attempt.job, attempt=attempt.number, **what)
 
     def note(self, text: str) -> None:
         """Something a reader of the journal should know, such as measurements taken over from another run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
@@ -83,6 +83,8 @@ class NextSteps:
             return True  # a long training needs several jobs
         if last.verdict is Verdict.cancelled:
             return self._may_be_resubmitted(last)
+        if last.verdict is Verdict.replanned:
+            return True
         relaunches = self.journal.state().endings(TRAIN, last.verdict)
         again = last.verdict in {*RETRIES_IN_PROFILING, Verdict.timeout, Verdict.cuda_oom}
         return again and relaunches <= self.settings.training.max_relaunches
@@ -109,6 +111,9 @@ class NextSteps:
             TulaError: If memory ran out and there is neither more of it nor a smaller batch.
         """
         candidate = self.jobs.candidate(last)
+        if last.verdict is Verdict.replanned and last.successor is not None:
+            next_up = last.successor
+            candidate = replace(candidate, num_nodes=next_up.num_nodes, batch_per_rank=next_up.batch_per_rank)
         if last.verdict is Verdict.host_oom:
             memory_gib = self.jobs.more_memory_gib(last)
             if memory_gib is not None:

@@ -21,6 +21,8 @@ class Verdict(Enum):
     incomplete = "incomplete"
     never_started = "never_started"
     hung = "hung"
+    replanned = "replanned"
+    """The controller had it save and end, to go on with another configuration."""
     skipped = "skipped"
 
     @property
@@ -115,8 +117,8 @@ class RankError:
     """What a rank wrote before it ended with an error."""
 
     kind: str
-    """`cuda_oom`, `host_oom`; `timeout`, `preempted` or `terminated` after a signal; `waited` in vain for another rank,
-    `lost` one; or `error`."""
+    """`cuda_oom`, `host_oom`; `timeout`, `preempted` or `terminated` after a signal; `replanned` when the controller
+    asked for it; `waited` in vain for another rank, `lost` one; or `error`."""
     message: str
     """One line that says what happened, where."""
 

@@ -188,6 +188,7 @@ def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: Ea
             profile(settings, candidate, me, attempt, device, request["ranks_on_host"], heartbeat)
         else:
             warning.time_limit_min = request["time_limit_min"]
+            warning.leave = attempt.leave
             train(settings, candidate, me, attempt.run, device, warning, heartbeat)
 
 

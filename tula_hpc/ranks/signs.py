@@ -23,13 +23,17 @@ class TimeIsUp(Exception):
 
 
 class EarlyWarning:
-    """Whether the job was told that it will be ended: by SIGUSR2, which we ask Slurm for, or by SIGTERM.
+    """Whether the job was told that it will be ended: by SIGUSR2, which we ask Slurm for, or by SIGTERM; or that it is
+    to end, by a file that the controller writes.
 
     The handler only takes note. Saving happens between two steps, where nothing is half done.
     """
 
     def __init__(self, time_limit_min: float | None = None):
         self.time_limit_min = time_limit_min
+        self.leave: Path | None = None
+        """The file of the controller."""
+        self._asked = False
         self._began = time.monotonic()
         self._received: tuple[int, float] | None = None
 
@@ -56,13 +60,19 @@ class EarlyWarning:
         if self._received is None:
             self._received = number, time.monotonic() - self._began
 
+    def look(self) -> None:
+        """Take note of the controller's file; asks a shared file system, so not for every step."""
+        self._asked = self._asked or (self.leave is not None and self.leave.exists())
+
     def is_set(self) -> bool:
-        return self._received is not None
+        return self._asked or self._received is not None
 
     def kind(self) -> str:
         """Why the job is ended, as far as its clock and the signal tell: `timeout` near the end of its time limit, else
-        `preempted`, or `terminated` by SIGTERM, which is also how a user's cancellation begins."""
-        assert self._received is not None
+        `preempted`, or `terminated` by SIGTERM, which is also how a user's cancellation begins; `replanned` where only
+        the controller has asked for it."""
+        if self._received is None:
+            return "replanned"
         number, after_s = self._received
         if self.time_limit_min is not None:
             left_s = 60 * self.time_limit_min - after_s
@@ -71,7 +81,8 @@ class EarlyWarning:
         return "terminated" if number == signal.SIGTERM else "preempted"
 
     def __str__(self) -> str:
-        assert self._received is not None
+        if self._received is None:
+            return "the controller asked for it"
         number, after_s = self._received
         limit = "" if self.time_limit_min is None else f" of {60 * self.time_limit_min:.0f} s"
         return f"{signal.Signals(number).name} came {after_s:.0f} s after the start{limit}"

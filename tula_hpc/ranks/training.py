@@ -24,6 +24,7 @@ from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
 from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.pace import Pace
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
@@ -64,15 +65,8 @@ def train(
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
     model = replicate(build_model(settings), device, settings.training.channels_last)
     optimizer = build_optimizer(settings, model, candidate.global_batch)
-    sampler = RemainingSampler(train_set, me.world_size, me.rank, seed=hyper.seed)
-    loader = DataLoader(
-        train_set,
-        candidate.batch_per_rank,
-        sampler=sampler,
-        # BatchNorm refuses a batch of one
-        drop_last=sampler.num_samples > 1 and sampler.num_samples % candidate.batch_per_rank == 1,
-        **loader_options(settings, device),
-    )
+    sampler = RemainingSampler(train_set, candidate.batch_per_rank, me.world_size, me.rank, seed=hyper.seed)
+    loader = DataLoader(train_set, candidate.batch_per_rank, sampler=sampler, **loader_options(settings, device))
     averaging = build_averaging(settings, model, optimizer, len(loader))
     facts = {
         "global_batch": candidate.global_batch,
@@ -80,6 +74,7 @@ def train(
         "base_lr": methods.base_lr(settings, candidate.global_batch),
         "averaging_period_steps": None if averaging is None else averaging.period,
     }
+    pace = Pace(hyper.epochs * candidate.steps_per_epoch(num_samples), FIRST_STEPS)
 
     first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
     if me.is_first:
@@ -87,7 +82,12 @@ def train(
         checkpoints.forget_unfinished(run.checkpoints)
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
-    start = {"samples_at_start": first_epoch * num_samples + samples_in_epoch, "started": time.time()}
+    start = {
+        "samples_at_start": first_epoch * num_samples + samples_in_epoch,
+        "started": time.time(),
+        "launch": me.launch,
+        "windows": pace.windows,
+    }
 
     def leave_if_warned(samples_in_epoch: int) -> None:
         if me.is_first and warning.is_set():
@@ -113,15 +113,18 @@ def train(
         replica = inner_module(model) if local else model
         torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
         sampler.set_epoch(epoch)
-        sampler.skip = math.ceil(samples_in_epoch / me.world_size)  # a whole epoch leaves nothing, also if uneven
+        sampler.seen = samples_in_epoch
         model.train()
         sums = torch.zeros(2, device=device)  # loss x samples, correct
         epoch_began = timed_since = waiting_since = time.monotonic()
         samples_here = steps = 0
         data_wait_s = 0.0
         lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
+        if not local:  # steps without synchronisation are not what was predicted
+            pace.begin()
         for inputs, targets in loader:
-            data_wait_s += time.monotonic() - waiting_since
+            waited_s = time.monotonic() - waiting_since
+            data_wait_s += waited_s
             inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
             for group in optimizer.param_groups:
@@ -130,8 +133,12 @@ def train(
                 outputs = replica(inputs)
                 loss = loss_fn(outputs, targets)
             loss.backward()
-            left_after = sampler.num_samples - math.ceil(samples_in_epoch / me.world_size) - len(inputs)
+            left_after = math.ceil((num_samples - samples_in_epoch) / me.world_size) - len(inputs)
             last_full_batch = len(inputs) == candidate.batch_per_rank and left_after < candidate.batch_per_rank
+            if last_full_batch:  # what the epoch has beyond it is no step like the others
+                _now(device)
+                pace.step(waited_s)
+                pace.stop()
             if (
                 isinstance(optimizer, TulaOptimizer)
                 and last_full_batch
@@ -150,13 +157,16 @@ def train(
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
                 timed_since, steps, data_wait_s = _now(device), 0, 0.0
+            pace.step(waited_s)
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
                 _write_progress(run, settings, epoch * num_samples + samples_in_epoch, num_samples, start)
+                warning.look()
             if average_if_due():
                 if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
                     saved_at = time.monotonic()
                     _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+                    pace.leave_out()
                 leave_if_warned(samples_in_epoch)
             heartbeat.beat(f"training, epoch {epoch + 1}")
             waiting_since = time.monotonic()
@@ -164,6 +174,7 @@ def train(
         if averaging is not None and averaging.since_average > 0:
             averaging.average()
         trained_at = _now(device)
+        pace.stop()
         loss_sum, correct_sum, count = sum_over_ranks(torch.cat([sums, sums.new_tensor([samples_here])])).tolist()
         memory_gib = torch.tensor([peak_bytes(device) / GIB], device=device)
         if dist.is_initialized():
@@ -261,12 +272,30 @@ def set_precision(precision: Precision) -> None:
 
 
 class RemainingSampler(DistributedSampler):
-    """This rank's share of an epoch, without the first `skip` samples that it has seen already."""
+    """This rank's share of what is left of an epoch, whose order depends on seed and epoch alone.
 
-    skip = 0
+    The ranks take turns, so that after each step the samples seen are the first ones of that order, whatever the number
+    of ranks: another number can go on with the rest. Where the rest does not come out even, it is filled up from the
+    beginning of the order, as torch does with the whole.
+    """
+
+    seen = 0
+    """Samples of the epoch that all ranks together have seen."""
+
+    def __init__(self, dataset: SizedDataset, batch_per_rank: int, num_ranks: int, rank: int, seed: int):
+        super().__init__(dataset, num_ranks, rank, seed=seed)
+        self._num_samples = len(dataset)
+        self._batch_per_rank = batch_per_rank
 
     def __iter__(self) -> Iterator[int]:
-        return iter(list(super().__iter__())[self.skip :])
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self._num_samples, generator=generator).tolist()
+        share = math.ceil((self._num_samples - self.seen) / self.num_replicas)
+        rest = (order[self.seen :] + order)[: share * self.num_replicas]
+        mine = rest[self.rank :: self.num_replicas]
+        # BatchNorm refuses a batch of one
+        return iter(mine[:-1] if share > 1 and share % self._batch_per_rank == 1 else mine)
 
 
 @torch.no_grad()
@@ -350,7 +379,7 @@ def _append_metrics(run: RunFolder, line: dict[str, Any]) -> None:
 
 
 def _write_progress(
-    run: RunFolder, settings: Settings, samples: int, epoch_samples: int, start: dict[str, float]
+    run: RunFolder, settings: Settings, samples: int, epoch_samples: int, start: dict[str, Any]
 ) -> None:
     total = settings.training.epochs * epoch_samples
     write_json(run.progress, {"samples": samples, "of_samples": total, "time": time.time(), **start})

@@ -1,0 +1,91 @@
+"""A network that others begin to use while a training runs: real links whose rate falls, on the real Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_hpc.control.journal import Journal
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.runs import RunFolder, read_json
+
+from .cluster import SlurmSettings, ThrowawaySlurm, wait_until
+from .command import environment, tula
+
+USUAL, BUSY = "1gbit", "100mbit"
+
+# Computes for a millisecond a sample and has 2 MB of gradients, which take 16 ms between two hosts at the usual rate.
+MODEL = """
+import time
+
+import torch
+from tula_hpc.ranks.workloads import small_cnn
+
+
+class Steady(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = small_cnn(1, 8, 10, 8)
+        self.ballast = torch.nn.Parameter(torch.zeros(500_000))
+
+    def forward(self, images):
+        if self.training:
+            time.sleep(0.001 * len(images))
+        return self.net(images) + 0 * self.ballast.sum()
+"""
+
+WORKLOAD = """
+name: steady
+model: {_target_: steady_model.Steady}
+dataset: {_target_: tula_hpc.ranks.workloads.digits}
+train_samples: 1437
+test_samples: 360
+"""
+
+EPOCHS = 10
+
+
+@pytest.fixture(scope="module")
+def slurm_settings() -> SlurmSettings:
+    return SlurmSettings(link_rate=USUAL)
+
+
+def test_a_training_leaves_a_network_that_has_become_busy(
+    slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
+):
+    """On two nodes while their link is fast; when its rate falls to a tenth the training saves, and goes on with one
+    node. Every epoch is trained once, and the user is told why."""
+    (tmp_path / "workload").mkdir()
+    (tmp_path / "steady_model.py").write_text(MODEL)
+    (tmp_path / "workload" / "steady.yaml").write_text(WORKLOAD)
+    size = ["grid.min_batch_per_rank=32", "grid.max_batch_per_rank=32", "grid.max_nodes=2", "data.train_samples=null"]
+    wanted = ["objective=time", "method=lbt", f"training.epochs={EPOCHS}", "training.replan=auto"]
+    site = ["cluster=slurm", "cluster.poll_interval_s=0.5", "cluster.file_lag_s=3", "cluster.memory_gib=1.5"]
+    overrides = [tiny_overrides[0], "workload=steady", *tiny_overrides[1:], *site, *size, *wanted]
+    command = [sys.executable, "-m", "tula_hpc", "--config-dir", str(tmp_path), *overrides]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            wait_until(lambda: any(tmp_path.glob("runs/*/selection.json")), 120, "the choice", lambda: "not yet")
+            slurm.limit_links(BUSY)
+            text, _ = process.communicate(timeout=300)
+        finally:
+            slurm.limit_links(USUAL)
+            if process.poll() is None:
+                process.kill()
+    assert process.returncode == 0, text
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    run = RunFolder(config.parent)
+    state = Journal(run.journal).state()
+    assert [(a.num_nodes, a.verdict) for a in state.of("train")] == [(2, Verdict.replanned), (1, Verdict.success)], text
+    drift = state.drifts[0]
+    assert (drift["cause"], drift["part"]) == ("steps", "sync")
+    assert drift["headline"] in text
+    assert "the training saves and goes on with 1 node with batch 32 a rank" in text
+    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, EPOCHS + 1))
+    assert read_json(run.train_result)["num_nodes"] == 1
+    assert drift["headline"] in tula(tmp_path, "status", str(run.path)).stdout

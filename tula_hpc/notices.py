@@ -1,0 +1,39 @@
+"""What the report says where a training did not go as it was chosen: strips of HTML, empty where it did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import count
+from tula_hpc.markup import escape, sentence
+
+if TYPE_CHECKING:
+    from tula_hpc.report import Records
+
+
+def relaunch_notice(records: Records) -> str:
+    """A strip that says so when the training did not use what was chosen."""
+    chosen, used = records.selection, records.trained_with()
+    moved = any(a.successor is not None for a in records.attempts)
+    if chosen is None or not used or moved or chosen["global_batch"] == used["global_batch"]:
+        return ""
+    reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
+    because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""
+    text = (
+        f"Chosen was a global batch of {chosen['global_batch']}; in the end the training used {used['global_batch']}."
+    )
+    return f'<div class="notice"><strong>{escape(text)}</strong>{escape(because)}</div>'
+
+
+def drift_notice(records: Records) -> str:
+    """A strip for what the training's steps told that nobody had predicted, and what was done about it."""
+    items = [f"{sentence(drift['headline'])}. {drift['words']}" for drift in records.drifts]
+    for a in records.attempts:
+        if a.verdict is Verdict.replanned and a.successor is not None:
+            there = f"{count(a.successor.num_nodes, 'node')} with batch {a.successor.batch_per_rank} a rank"
+            items.append(f"Attempt {a.number} of the training saved, and the next one went on with {there}.")
+    if not items:
+        return ""
+    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f'<div class="notice"><strong>The steps did not stay as predicted.</strong><ul>{listed}</ul></div>'
