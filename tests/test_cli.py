@@ -69,6 +69,18 @@ def test_measurements_serve_another_objective(tmp_path: Path, smallest: list[str
     assert not any("profile on" in line for line in answer.stdout.splitlines())
 
 
+def test_adaptive_search_measures_less_and_says_why_it_ended(tmp_path: Path, tiny_overrides: list[str]):
+    """With search=adaptive the loop keeps the budget, goes on to a choice, and records what ended the search."""
+    arguments = [*tiny_overrides, "search=adaptive", "search.max_points=4", "search.tolerance=1e-6"]
+    answer = tula(tmp_path, *arguments)
+    run = finished_run(answer)
+    fit = read_json(run.fit)
+    assert 3 <= len(fit["points"]) <= 4
+    assert fit["search"]["ended_by"] in ("max_points", "tolerance")
+    assert f"the search is done: {fit['search']['why']}" in answer.stdout
+    assert "Search ended" in run.report.read_text(encoding="utf-8")
+
+
 def test_status_and_report_speak_of_a_run(tmp_path: Path, smallest: list[str]):
     """A finished run can be asked for and its report written again, by the beginning of its name."""
     run = finished_run(tula(tmp_path, *smallest))
@@ -189,7 +201,14 @@ def test_plan_without_slurm_submits_nothing(tmp_path: Path, smallest: list[str])
     """The plan of a local run names candidates, node-hours and cost, and leaves no trace."""
     answer = tula(tmp_path, "plan", *smallest)
     assert answer.returncode == 0
-    for words in ("1 candidates", "node-hours", "$", "nothing was submitted"):
+    for words in (
+        "1 candidates",
+        "node-hours",
+        "$",
+        "full (this plan): 1 point",
+        "adaptive: 1 point",
+        "nothing was submitted",
+    ):
         assert words in answer.stdout
     assert list(tmp_path.iterdir()) == []
 

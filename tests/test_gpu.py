@@ -53,8 +53,7 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
     run = RunFolder(tmp_path / "run")
     controller = Controller(settings, run, LocalScheduler(settings), Display(Console(file=io.StringIO())), [])
     controller.write_down_the_run()
-    controller._profile()
-    controller._fit()
+    controller._fit(controller._profile())
     controller._choose()
     chosen = read_json(run.selection)["batch_per_rank"]
     half = read_json(run.attempt(f"profile/n001-b{chosen // 2:05d}", 1).rank_json(0))["memory"]

@@ -71,8 +71,7 @@ class Run:
         """A controller that has measured the corners and fitted to them."""
         first = self.controller()
         first.write_down_the_run()
-        first._profile()
-        first._fit()
+        first._fit(first._profile())
         return first
 
     @property

@@ -15,14 +15,15 @@ from test_report import begin, profile, settings_of
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import PricingKind, ReplanKind, Settings
+from tula_hpc.control.choosing import chosen_fit
 from tula_hpc.control.jobs import TRAIN, Jobs
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.next_steps import NextSteps
 from tula_hpc.control.packing import Submission
-from tula_hpc.control.prediction import chosen_fit
 from tula_hpc.control.replanning import MAX_REPLANS, Replanning
 from tula_hpc.control.scheduler import Seen
 from tula_hpc.control.verdicts import QueueState, Verdict
+from tula_hpc.models.posterior import correction
 from tula_hpc.models.replan import Part, scaled
 from tula_hpc.runs import RunFolder, read_json, write_json
 
@@ -70,8 +71,10 @@ class Training:
 
     def predicted_s(self, candidate: Candidate, sync_factor: float = 1.0) -> float:
         """Of a step, on a network that is so many times slower than when profiled."""
-        fit = scaled(chosen_fit(read_json(self.run.fit)), Part.SYNC, sync_factor)
-        return float(fit.predict(pd.DataFrame([vars(candidate)]))[0])
+        record = read_json(self.run.fit)
+        fit, row = chosen_fit(record), pd.DataFrame([vars(candidate)])
+        corrected = correction(fit, pd.DataFrame(record["points"]), row)
+        return float((scaled(fit, Part.SYNC, sync_factor).predict(row) * corrected)[0])
 
     def steps(self, number: int, step_s: float, wait_s: float = 0.0, launch: str | None = None) -> None:
         """The job tells of so many windows more, and the controller looks."""

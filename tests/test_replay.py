@@ -15,7 +15,7 @@ from tula_hpc.control.journal import Journal
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.models.memory import fit_memory
 from tula_hpc.models.pricing import NodeHourPrice
-from tula_hpc.models.search import next_candidates
+from tula_hpc.models.search import next_round
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import fit_step_time
 from tula_hpc.ranks.timings import read_point
@@ -42,7 +42,7 @@ def points() -> pd.DataFrame:
 def corners(points: pd.DataFrame) -> pd.DataFrame:
     """What a partial search would have measured of it."""
     grid = [Candidate(int(r.num_nodes), int(r.batch_per_rank)) for r in points.itertuples()]
-    wanted = {(c.num_nodes, c.batch_per_rank) for c in next_candidates("partial", grid, set(), set())}
+    wanted = {(c.num_nodes, c.batch_per_rank) for c in next_round("partial", grid, set(), set()).candidates}
     chosen = [pair in wanted for pair in zip(points["num_nodes"], points["batch_per_rank"], strict=True)]
     return points.loc[chosen]
 

@@ -14,7 +14,17 @@ from typing import Any
 
 from tula_hpc import imports, methods
 from tula_hpc.candidates import doublings
-from tula_hpc.config import ClusterKind, ControllerKind, DataKind, MethodKind, MethodSettings, PricingKind, Settings
+from tula_hpc.config import (
+    ClusterKind,
+    ControllerKind,
+    DataKind,
+    MethodKind,
+    MethodSettings,
+    PricingKind,
+    Settings,
+    expected_attempt_s,
+)
+from tula_hpc.models.search import SearchMode, first_points
 
 SHORTEST_CONTROLLER_MIN = 10
 
@@ -38,6 +48,10 @@ _POSITIVE = (
     "search.timed_steps",
     "search.compute_steps",
     "search.max_seconds",
+    "search.tolerance",
+    "search.max_points",
+    "search.max_node_hours",
+    "search.max_minutes",
     "pricing.price_per_node_hour",
     "pricing.price_per_gib_hour",
     "pricing.interruptions_per_node_hour",
@@ -128,7 +142,7 @@ def check(settings: Settings) -> list[str]:
     problems += _check_controller(settings)
     if problems:  # what follows computes with these values
         return problems
-    further = (_check_method, _check_grid, _check_workload, _check_data, _check_local)
+    further = (_check_method, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
     return [problem for rule in further for problem in rule(settings)]
 
 
@@ -220,6 +234,30 @@ def _check_grid(settings: Settings) -> list[str]:
         f"{grid.max_batch_per_rank} a rank give global batches of {reach}, and grid.min_global_batch="
         f"{grid.min_global_batch} to {limit} (grid.max_global_batch, or the {settings.train_samples} training samples) "
         "are allowed; widen one of them"
+    ]
+
+
+def _check_budget(settings: Settings) -> list[str]:
+    """A budget needs a search that can stop, and must hold its first points."""
+    search = settings.search
+    given = {key: getattr(search, key) for key in ("max_points", "max_node_hours", "max_minutes")}
+    given = {key: value for key, value in given.items() if value is not None}
+    if search.mode is not SearchMode.adaptive:
+        return [
+            f"search.{key} is {value:g} and search.mode is {search.mode.name}, which measures the same points whatever "
+            f"they cost; use search=adaptive, or drop search.{key}"
+            for key, value in given.items()
+        ]
+    first = first_points(settings.grid_candidates())
+    needs = {
+        "max_points": float(len(first)),
+        "max_node_hours": sum(c.num_nodes * expected_attempt_s(settings) for c in first) / 3600,
+    }
+    return [
+        f"search.{key} is {given[key]:g}; the first points alone take {round(need + 0.005, 2):g} "
+        f"({', '.join(c.name for c in sorted(first))}); raise it to that at least"
+        for key, need in needs.items()
+        if key in given and given[key] < need
     ]
 
 

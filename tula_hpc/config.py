@@ -19,6 +19,7 @@ from typing import Any
 from tula_hpc import imports
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
 from tula_hpc.errors import RecordError
+from tula_hpc.models.search import SearchMode
 from tula_hpc.runs import RunFolder, software_versions
 
 
@@ -48,11 +49,6 @@ class Precision(Enum):
     fp32 = "fp32"
     tf32 = "tf32"
     bf16 = "bf16"
-
-
-class SearchMode(Enum):
-    full = "full"
-    partial = "partial"
 
 
 class ObjectiveKind(Enum):
@@ -254,7 +250,20 @@ class GridSettings:
 class SearchSettings:
     mode: SearchMode = SearchMode.partial
     """`full` measures every candidate; `partial` the corners of the grid: the smallest and the
-    largest cluster, and from one node on the smallest one of several, each with its smallest and largest batch."""
+    largest cluster, and from one node on the smallest one of several, each with its smallest and largest batch;
+    `adaptive` three points, then up to three a round on which the decision depends most, until no other candidate could
+    beat the choice by more than `tolerance`, or a budget is spent. Partial waits in the queue once; adaptive once a
+    round, and decides better; full is for small grids, and where the whole curve is wanted."""
+    tolerance: float = 0.02
+    """For `adaptive`: how much better, as a share, an unmeasured candidate must possibly be to be worth measuring."""
+    max_points: int | None = None
+    """For `adaptive`: most candidates that this run tries; what it takes over from other runs is free. Null: any."""
+    max_node_hours: float | None = None
+    """For `adaptive`: most node-hours of profiling, each candidate counted with what `plan` expects of it at most
+    (a minute to start, and `max_seconds`). Null: any."""
+    max_minutes: float | None = None
+    """For `adaptive`: no round begins later than this many minutes after the run began, waits in the queue included;
+    what is submitted by then is still waited for. Null: any."""
     warmup_steps: int = 5
     """Steps dropped before timing: buckets, momentum and kernel plans are made in them."""
     timed_steps: int = 20
@@ -423,6 +432,15 @@ class Settings:
             self.grid.min_global_batch,
             min(self.grid.max_global_batch or self.train_samples, self.train_samples),
         )
+
+
+START_S = 60.0
+"""Taken for the start of a profiling attempt: processes, data set, rendezvous and warm-up."""
+
+
+def expected_attempt_s(settings: Settings) -> float:
+    """How long measuring a candidate takes at most, as far as one can tell before."""
+    return settings.search.max_seconds + START_S
 
 
 def conf_dir() -> Path:

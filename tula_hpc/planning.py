@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tula_hpc.candidates import Candidate
 from tula_hpc.config import PricingKind, ProfilingKind, Settings
 from tula_hpc.control.packing import Submission
 from tula_hpc.display import Display, count, duration
+from tula_hpc.models.search import POINTS_A_ROUND, SearchMode, next_round
 from tula_hpc.runs import RunFolder
 from tula_hpc.starting import folder_of, refuse_what_cannot_work, scheduler_of, settled
 
@@ -31,7 +33,10 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
     grid = settings.grid_candidates()
     wanted = [candidate for _, submission in requests for candidate in submission.candidates]
     display.say(f"{len(grid)} candidates: {', '.join(c.name for c in grid)}")
-    display.say(f"search={settings.search.mode.name} profiles {len(wanted)} of them in {len(requests)} submissions:")
+    first = " at first" if settings.search.mode is SearchMode.adaptive else ""
+    display.say(
+        f"search={settings.search.mode.name} profiles {len(wanted)} of them{first} in {len(requests)} submissions:"
+    )
     about = atmost = 0.0
     for request, submission in requests:
         names = ", ".join(c.name for c in submission.candidates)
@@ -46,10 +51,14 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
     if settings.pricing.kind is PricingKind.service_units and settings.cluster.exclusive_profiling:
         known += " and what else is charged for whole nodes"
     display.say(
-        f"profiling takes up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
+        f"profiling takes{first} up to about {about:.2f} node-hours{known}; the time limits allow {atmost:.1f} at most"
     )
     if settings.search.verify_choice and len(wanted) < len(grid):
         display.say("a choice that is none of these is measured, too, before the training: a job more for each try")
+    for line in searches_compared(
+        settings, grid, lambda candidates: controller.submissions(settings.profiling.kind, candidates)
+    ):
+        display.say(line)
     if not scheduler.one_host:
         for line in sharing_compared(settings, {kind: controller.submissions(kind, wanted) for kind in ProfilingKind}):
             display.say(line)
@@ -86,6 +95,44 @@ def trial_words(answered: bool, refused: str | None, wait_s: float | None) -> st
         return "accepted, without an estimate of the start"
     when = "at once" if wait_s < 60 else f"in about {duration(wait_s)}"
     return f"accepted. Slurm's estimate, a hint: would start {when}"
+
+
+def searches_compared(
+    settings: Settings, grid: list[Candidate], submissions_of: Callable[[list[Candidate]], list[Submission]]
+) -> list[str]:
+    """A line for each search: its points and jobs, what they would use, and that as a share of full search.
+
+    Args:
+        settings: Of the run.
+        grid: All candidates.
+        submissions_of: How this run would submit candidates.
+    """
+
+    def node_hours(candidates: list[Candidate]) -> float:
+        return sum(s.node_hours(settings) for s in submissions_of(candidates))
+
+    whole_h = node_hours(grid)
+    lines = ["searches (what does not fit in memory is replaced by smaller batches, which come on top):"]
+    for mode in SearchMode:
+        wanted = next_round(mode, grid, set(), set()).candidates
+        jobs = sum(s.num_jobs for s in submissions_of(wanted))
+        hours = node_hours(wanted)
+        mark = " (this plan)" if mode is settings.search.mode else ""
+        line = f"  {mode.name}{mark}: {count(len(wanted), 'point')} in {count(jobs, 'job')}"
+        line += f"{' at first' if mode is SearchMode.adaptive else ''}, up to about {hours:.2f} node-hours"
+        if mode is not SearchMode.full:
+            line += f", {hours / whole_h:.0%} of full"
+        if mode is SearchMode.adaptive:
+            line += f"; then up to {POINTS_A_ROUND} points a round until the choice is certain{_bounds(settings)}"
+        lines.append(line)
+    return lines
+
+
+def _bounds(settings: Settings) -> str:
+    search = settings.search
+    budgets = {"points": search.max_points, "node-hours": search.max_node_hours, "minutes": search.max_minutes}
+    given = [f"{value:g} {unit}" for unit, value in budgets.items() if value is not None]
+    return f", at most {' and '.join(given)}" if given else ", at most what full search takes"
 
 
 def sharing_compared(settings: Settings, kinds: Mapping[ProfilingKind, list[Submission]]) -> list[str]:

@@ -174,6 +174,7 @@ def _header(records: Records) -> str:
         "Data set": data,
         "Objective": _OBJECTIVES[s.objective.kind] + _limits(s),
         "Grid": f"{grid} ({s.search.mode.name} search)",
+        **_end_of_search(fit),
         "Method": _method(s),
         "Training": f"{s.training.epochs} epochs, {methods.tuned_lr_in_words(s)}, {s.training.precision.name}",
         "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
@@ -181,6 +182,12 @@ def _header(records: Records) -> str:
         "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
     }
     return f'<header><p class="kicker">tula_hpc report</p><h1>{escape(s.name)}</h1>{facts_list(facts)}</header>'
+
+
+def _end_of_search(fit: dict[str, Any] | None) -> dict[str, str]:
+    """Why an adaptive search measured no more; earlier records do not say."""
+    why = (fit or {}).get("search", {}).get("why")
+    return {"Search ended": sentence(why)} if why else {}
 
 
 def _limits(settings: Settings) -> str:

@@ -132,9 +132,9 @@ def profile_and_fit(folder: Path, points: int, ranks: int) -> dict[str, Any]:
         submitting: list[float] = []
         controller.jobs.submit = _timed(controller.jobs.submit, submitting)
         controller.write_down_the_run()
-        controller._profile()
+        search = controller._profile()
         profiled = time.monotonic()
-        controller._fit()
+        controller._fit(search)
         ended, cpu_s = time.monotonic(), time.process_time() - cpu_began
     counts, slurm_s = simulated_slurm.calls(str(folder / "slurm"))
     in_slurm = slurm_s - slurm_before

@@ -6,13 +6,15 @@ Data sets are the CSV files of the Sia artifact (SOSP'23) in FOLDER, `<model>-{s
 by GPUs per node and by whether one node belongs to the grid, and the run records in tests/data. Fits see
 
     corners     what search=partial measures
+    adaptive    what search=adaptive measures for each objective; predictions of the overlap form corrected nearby
     corners+2   also the middle batch of the largest and of the middle cluster: six points, or eight from one node on
     all         every point, and the errors are of the same points
     left out    nine tenths of the configurations; the errors are of the others, ten times
 
 Errors are |predicted - measured| / measured over the points not in the fit. Regret is the measured training time of the
 configuration that the predictions choose over that of the one that the measurements choose, less 1; for the knee its
-size, since a knee too far up the curve is faster and as wrong. Over all, each source counts alike: means over its data
+size, since a knee too far up the curve is faster and as wrong. But for adaptive, regrets are of the form alone: the
+command chooses by predictions that what was measured corrects. Over all, each source counts alike: means over its data
 sets, then over sources. Variants of the overlap form are judged by leaving out each source in turn.
 """
 
@@ -28,11 +30,14 @@ from unittest import mock
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.models import step_forms, step_time
+from tula_hpc.models.adaptive import next_points
+from tula_hpc.models.posterior import posterior
 from tula_hpc.models.pricing import NodeHourPrice
-from tula_hpc.models.search import next_candidates
+from tula_hpc.models.search import Round, next_round
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_forms import Array, Collective
 from tula_hpc.models.step_time import StepTimeOutcome, fit_step_time
@@ -40,6 +45,7 @@ from tula_hpc.runs import read_json
 
 KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 TRAIN_SAMPLES = 1_281_167
+TOLERANCE = 0.02
 MODES = ("corners", "corners+2", "all", "left out")
 RECORDS = Path(__file__).parents[1] / "data"
 
@@ -94,7 +100,7 @@ def measured_by(mode: str, table: pd.DataFrame) -> pd.DataFrame:
     if mode == "all":
         return table
     grid = {Candidate(int(n), int(b), int(g)) for n, g, b in table[KEYS].to_numpy()}
-    chosen = set(next_candidates("partial", sorted(grid), set(), set()))
+    chosen = set(next_round("partial", sorted(grid), set(), set()).candidates)
     if mode == "corners+2":
         clusters = sorted({(c.num_nodes, c.gpus_per_node) for c in grid})
         for cluster in (clusters[-1], clusters[len(clusters) // 2]):
@@ -102,6 +108,67 @@ def measured_by(mode: str, table: pd.DataFrame) -> pd.DataFrame:
             chosen.add(batches[len(batches) // 2])
     wanted = {(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in chosen}
     return table.loc[[tuple(row) in wanted for row in table[KEYS].to_numpy()]]
+
+
+@dataclass(frozen=True)
+class Searched:
+    """How a search for one objective ended on measured data."""
+
+    seen: NDArray[np.bool_]
+    """Which rows were measured."""
+    table: pd.DataFrame
+    """The candidate table at the end, in the order of the data's rows."""
+    rounds: int
+
+
+def search_adaptively(table: pd.DataFrame, objective: str) -> Searched:
+    """Replays search=adaptive: what it asks for is looked up in `table`."""
+    rows = table.reset_index(drop=True)
+    places = {Candidate(int(n), int(b), int(g)): i for i, (n, g, b) in enumerate(rows[KEYS].to_numpy())}
+    grid, seen = sorted(places), np.zeros(len(rows), dtype=bool)
+
+    def predicted() -> tuple[pd.DataFrame, Array]:
+        measured = rows.loc[seen]
+        fit = fit_step_time(measured, "overlap")
+        found = candidate_table(grid, fit, None, NodeHourPrice(1.0), TRAIN_SAMPLES, 1, None, 1.0, [], measured)
+        return found, posterior(fit, measured, found).covariance
+
+    def decide(unmeasured: set[Candidate]) -> Round:
+        return next_points(*predicted(), unmeasured, objective, TOLERANCE)
+
+    rounds = 0
+    while now := next_round(
+        "adaptive", grid, {c for c, i in places.items() if seen[i]}, set(), decide=decide
+    ).candidates:
+        seen[[places[candidate] for candidate in now]] = True
+        rounds += 1
+    found, _ = predicted()
+    return Searched(seen, found.iloc[np.argsort([places[c] for c in grid])].reset_index(drop=True), rounds)
+
+
+def adaptive_scores(sets: list[DataSet]) -> pd.DataFrame:
+    """One row per data set and objective: errors of the unmeasured points, the regret of the choice, and the share of
+    full search in points and in node-time (nodes x GPUs per node x seconds of a step); percent."""
+    found = []
+    for data in sets:
+        step_s = data.table["step_time_s"].to_numpy()
+        node_time = step_s * (data.table["num_nodes"] * data.table["gpus_per_node"]).to_numpy()
+        for objective in ("time", "cost", "knee"):
+            search = search_adaptively(data.table, objective)
+            truth = search.table.assign(
+                train_time_s=search.table["train_time_s"] / search.table["step_time_s"] * step_s
+            )
+            truth["cost"] = truth["train_time_s"] * truth["num_nodes"]
+            ours, best = (select(rows, objective, 0.0).candidate for rows in (search.table, truth))
+            metric = truth.set_index(KEYS)["cost" if objective == "cost" else "train_time_s"]
+            key = [(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in (ours, best)]
+            errors = np.abs(search.table["step_time_s"].to_numpy() / step_s - 1)[~search.seen]
+            shares = [search.seen.mean(), node_time[search.seen].sum() / node_time.sum()]
+            ends = [np.median(errors), np.quantile(errors, 0.9)] if len(errors) else [0.0, 0.0]
+            numbers = 100 * np.array([*ends, abs(metric[key[0]] / metric[key[1]] - 1), *shares])
+            found.append((data.source, data.name, objective, *numbers, search.seen.sum(), search.rounds))
+    names = ["median", "p90", "regret", "points_share", "cost_share", "points", "rounds"]
+    return pd.DataFrame(found, columns=["source", "name", "objective", *names])
 
 
 def regrets(predict: Predict, table: pd.DataFrame) -> tuple[float, float]:
@@ -290,6 +357,16 @@ def main() -> None:
             ):
                 print(f"overlap, each data set: {title}, %", wide[number][list(MODES)], sep="\n", end="\n\n")
     print("regret of the knee with 5 % noise on each time, %", knee_under_noise(sets), sep="\n", end="\n\n")
+    adaptive = adaptive_scores(sets)
+    numbers = adaptive.columns[3:]
+    by_source = adaptive.groupby(["objective", "source"], sort=False)[list(numbers)].mean()
+    print("adaptive, overlap: error % of unmeasured points, regret %, share of full search %", by_source, sep="\n")
+    print(
+        by_source.groupby("objective", sort=False).mean(),
+        adaptive.set_index(["source", "name"]),
+        sep="\n\n",
+        end="\n\n",
+    )
     judged = {
         name: scores(fit, sets, ("corners", "corners+2", "all"), with_regret=False) for name, fit in variants().items()
     }

@@ -84,6 +84,18 @@ def test_packed_measures_the_batches_of_each_number_of_nodes_in_one_job(slurm: T
     assert len(job_ids(slurm, run)) == 3
 
 
+def test_adaptive_rounds_share_jobs_and_keep_their_budget(slurm: ThrowawaySlurm, tmp_path: Path):
+    """Adaptive search on 1 to 4 nodes: a round is a job for each number of nodes, and five points are the most."""
+    arguments = [*TINY, "profiling=packed", "search=adaptive", "search.max_points=5", "training.epochs=1"]
+    run = named_run(tula(tmp_path, *arguments))
+    points = {(p["num_nodes"], p["batch_per_rank"]) for p in read_json(run.fit)["points"]}
+    assert {(2, 16), (4, 16), (4, 64)} <= points
+    assert len(points) <= 5
+    assert read_json(run.fit)["search"]["ended_by"] in ("tolerance", "max_points")
+    first = [a for a in Journal(run.journal).state().attempts.values() if a.number == 1 and a.num_nodes == 4][:2]
+    assert len({a.job_id for a in first}) == 1
+
+
 def test_single_measures_every_number_of_nodes_in_one_allocation(slurm: ThrowawaySlurm, tmp_path: Path):
     """1, 2 and 4 nodes are measured by one job of 4 nodes, the smaller ones on the first of them."""
     candidates = [Candidate(1, 16), Candidate(2, 16), Candidate(4, 16)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import shlex
@@ -23,11 +22,12 @@ from tula_hpc.config import (
     measurement_signature,
     to_plain,
 )
+from tula_hpc.control.budget import within_budget
+from tula_hpc.control.choosing import adaptive_round, fitted, limited, predicted
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.next_steps import NextSteps, if_cancelled
 from tula_hpc.control.packing import Submission, submissions
-from tula_hpc.control.prediction import chosen_fit, predicted_table
 from tula_hpc.control.probe import MOST_PROBES, Probe
 from tula_hpc.control.replanning import Replanning
 from tula_hpc.control.scheduler import JobRequest, Scheduler
@@ -35,13 +35,9 @@ from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
-from tula_hpc.models.limits import Limits
-from tula_hpc.models.memory import fit_memory
-from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
-from tula_hpc.models.search import next_candidates
+from tula_hpc.models.search import Round, SearchMode, next_round
 from tula_hpc.models.selection import Selection, select
-from tula_hpc.models.step_time import fit_step_time
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
@@ -67,6 +63,7 @@ class Controller:
             self.settings, self.run, self.journal, self.jobs, self.display.say, self._queue_waits
         )
         self._refused: set[Candidate] = set()
+        self._told_why = ""
         self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
     def go(self) -> None:
@@ -77,8 +74,7 @@ class Controller:
         """
         self.write_down_the_run()
         if not self.run.fit.exists():
-            self._profile()
-            self._fit()
+            self._fit(self._profile())
         if not self.run.selection.exists():
             self._choose()
         self.display.choice(self.run)
@@ -114,11 +110,14 @@ class Controller:
 
     # --- profiling ------------------------------------------------------------------------------------------------
 
-    def _profile(self, only: Candidate | None = None) -> None:
+    def _profile(self, only: Candidate | None = None) -> dict[str, Any]:
         """Measure what the search asks for, round by round; a round may depend on what did not fit in the last.
 
         Args:
             only: Measure this candidate, whatever the search would ask for.
+
+        Returns:
+            How the search ended, for the record.
         """
         for why in self.jobs.distrust_damaged():
             self.display.say(f"to be measured again: {why}")
@@ -127,17 +126,12 @@ class Controller:
         began, done_before = time.monotonic(), len(self._measured())
         told = {key for key, a in self.journal.state().attempts.items() if a.verdict is not None}
         while True:
-            measured, infeasible = self._measured(), self._infeasible()
-            settled = measured | self.next_steps.given_up() | self._refused
-            if only is None:
-                wanted = next_candidates(self.settings.search.mode.name, grid, settled, infeasible)
-            else:
-                wanted = [only] if only not in settled | infeasible else []
-            running = self.journal.state().open
+            measured, running = self._measured(), self.journal.state().open
+            now = self._next_round(grid, measured) if only is None else self._round_of(only)
+            wanted = now.candidates
             if not wanted and not running:
                 break
-            running_jobs = {a.job for a in running}
-            wanted = [c for c in wanted if profile_job(c) not in running_jobs]
+            self._tell_round(now)
             wanted, elsewhere = self.shared.divide(wanted)
             all_submitted = self._submit_profiling(wanted)
             total = len(measured) + len(wanted) + len(running)
@@ -164,6 +158,42 @@ class Controller:
                 f"no candidate could be measured, so there is nothing to choose from:\n{reasons}\n"
                 f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again when it is mended."
             )
+        self._tell_round(now)
+        return {
+            "mode": self.settings.search.mode.name,
+            "ended_by": now.ended_by,
+            "why": now.why,
+            "measured": len(self._measured()),
+            "candidates": len(grid),
+        }
+
+    def _next_round(self, grid: list[Candidate], measured: set[Candidate]) -> Round:
+        """What the search asks for now; the budgets of adaptive search are kept here."""
+        running = {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
+
+        def decide(unmeasured: set[Candidate]) -> Round:
+            fit = self._fitted()
+            return adaptive_round(self.settings, fit, self._table(fit), unmeasured)
+
+        lost = self.next_steps.given_up() | self._refused
+        now = next_round(self.settings.search.mode, grid, measured, self._infeasible(), lost, running, decide)
+        if self.settings.search.mode is not SearchMode.adaptive or not now.candidates:
+            return now
+        minutes = (time.time() - read_json(self.run.plan)["started"]) / 60
+        return within_budget(self.settings, self.journal.state(), now, minutes)
+
+    def _round_of(self, only: Candidate) -> Round:
+        """A round of one candidate, unless it is measured, cannot be, or runs."""
+        running = {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
+        settled = self._measured() | self._infeasible() | self.next_steps.given_up() | self._refused | running
+        return Round([] if only in settled else [only])
+
+    def _tell_round(self, now: Round) -> None:
+        """Say once why these points come next, or why no others do."""
+        if now.why and now.why != self._told_why and (now.candidates or now.ended_by):
+            self._told_why = now.why
+            names = ", ".join(c.name for c in now.candidates)
+            self.display.explain(f"next: {names}: {now.why}" if names else f"the search is done: {now.why}")
 
     def submissions(self, kind: ProfilingKind, candidates: list[Candidate]) -> list[Submission]:
         """What measures the candidates on this run's scheduler."""
@@ -263,68 +293,62 @@ class Controller:
 
     # --- models and choice ------------------------------------------------------------------------------------------
 
-    def _fit(self) -> None:
-        """Both step-time forms and the memory model, from every measured point."""
+    def _fit(self, search: dict[str, Any]) -> None:
+        """Write down the models, and how the search for their points ended."""
+        write_json(self.run.fit, {**self._fitted(), "search": search})
+
+    def _fit_again(self) -> None:
+        """The same from what is on record by now, after the search."""
+        self._fit(read_json(self.run.fit)["search"])
+
+    def _fitted(self) -> dict[str, Any]:
+        """Both step-time forms and the memory model from every measured point, with all that the choice depends on."""
         because = self._infeasible_because()
         attempts = _profiled(self.journal.state(), {Verdict.success})
         points = [self.jobs.point(attempt) for attempt in attempts]
         usable = [p for p, a in zip(points, attempts, strict=True) if self.jobs.candidate(a) not in because]
         if not usable:
             raise TulaError("every measured candidate needed allocator retries; lower grid.max_batch_per_rank")
-        table = pd.DataFrame(usable).drop(columns=["hosts"])
-        forms = {
-            form: fit_step_time(table, form, self.settings.search.collective.name).to_dict()
-            for form in ("overlap", "additive")
-        }
         ran_out = _profiled(self.journal.state(), self.jobs.too_large)
-        out_of_memory = [a.batch_per_rank for a in ran_out]
-        memory = fit_memory(table, out_of_memory)
-        fraction, limit = self.settings.search.memory_fraction, float(table["limit_gib"].min())
-        write_json(
-            self.run.fit,
-            {
-                "points": points,
-                "step_time": forms,
-                "step_time_form": self.settings.search.step_time.name,
-                "memory": memory.to_dict(),
-                "memory_limit_gib": limit if math.isfinite(limit) else None,
-                "memory_fraction": fraction,
-                "max_batch_per_rank": memory.max_batch_per_rank(limit, fraction) if math.isfinite(limit) else None,
-                "infeasible": {c.name: why for c, why in because.items()},
-                "failed": {c.name: why.splitlines()[0] for c, why in self._failed_because().items()},
-            },
-        )
+        return {
+            "points": points,
+            **fitted(self.settings, usable, [a.batch_per_rank for a in ran_out]),
+            "infeasible": {c.name: why for c, why in because.items()},
+            "failed": {c.name: why.splitlines()[0] for c, why in self._failed_because().items()},
+        }
+
+    def _table(self, fit: dict[str, Any]) -> pd.DataFrame:
+        """Every candidate with all that is predicted, and with the wait in the queue where the objective needs it."""
+        objective = self.settings.objective
+        table = predicted(self.settings, fit)
+        if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
+            table = predicted(self.settings, fit, self._queue_waits(table))
+        return table
 
     def _choose(self) -> None:
         """Choose; where nobody has measured the choice, measure it, and choose again with what that told."""
-        probe = Probe(self.run, self.display, self._measured, self._profile, self._fit)
-        choice, table, price = self._best()
+        probe = Probe(self.run, self.display, self._measured, self._profile, self._fit_again)
+        choice, table = self._best()
         for _ in range(MOST_PROBES if self.settings.search.verify_choice else 0):
             if not probe.teaches(choice):
                 break
-            choice, table, price = self._best()
+            choice, table = self._best()
         write_json(
             self.run.selection,
             {
                 **choice.to_dict(),
                 "measured": choice.candidate in self._measured(),
-                "price": price.describe(),
+                "price": price_of(self.settings).describe(),
                 "currency": self.settings.pricing.currency,
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
         )
 
-    def _best(self) -> tuple[Selection, pd.DataFrame, Price]:
-        """The choice by the newest fit, the table of candidates, and the price."""
-        fit = read_json(self.run.fit)
-        objective, currency, price = self.settings.objective, self.settings.pricing.currency, price_of(self.settings)
-        epochs = self.settings.training.epochs
-        predict = functools.partial(predicted_table, self.settings, fit, chosen_fit(fit), price, epochs)
-        table = predict()
-        if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
-            table = predict(self._queue_waits(table))
-        table = Limits(objective.deadline_h, objective.budget, objective.max_nodes).keep(table, currency)
-        return select(table, objective.kind.name, objective.tie_tolerance, currency), table, price
+    def _best(self) -> tuple[Selection, pd.DataFrame]:
+        """The choice by the newest fit, and the table of candidates."""
+        objective = self.settings.objective
+        table = limited(self.settings, self._table(read_json(self.run.fit)))
+        return select(table, objective.kind.name, objective.tie_tolerance, self.settings.pricing.currency), table
 
     def _queue_waits(self, table: pd.DataFrame) -> dict[int, Wait]:
         """How long a training would wait for each number of nodes: by the user's numbers, else by the scheduler's
@@ -410,7 +434,7 @@ class Controller:
 def profiling_requests(controller: Controller) -> list[tuple[JobRequest, Submission]]:
     """What the first round of profiling would submit if nothing was measured yet."""
     settings = controller.settings
-    first = next_candidates(settings.search.mode.name, settings.grid_candidates(), set(), set())
+    first = next_round(settings.search.mode, settings.grid_candidates(), set(), set()).candidates
     wanted = controller.submissions(settings.profiling.kind, first)
     return [(controller.jobs.request("profile", *submission), submission) for submission in wanted]
 

@@ -6,10 +6,7 @@ import math
 from typing import NamedTuple
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import ProfilingKind, Settings
-
-START_S = 60.0
-"""Taken for the start of an attempt: processes, data set, rendezvous and warm-up."""
+from tula_hpc.config import ProfilingKind, Settings, expected_attempt_s
 
 
 class Submission(NamedTuple):
@@ -34,16 +31,11 @@ class Submission(NamedTuple):
 
     def expected_s(self, settings: Settings) -> float:
         """How long each of its jobs may be expected to hold its nodes, at most."""
-        return attempt_s(settings) * len(self.candidates) / self.num_jobs
+        return expected_attempt_s(settings) * len(self.candidates) / self.num_jobs
 
     def node_hours(self, settings: Settings) -> float:
         """What its jobs may be expected to use together, at most."""
         return self.num_jobs * self.num_nodes * self.expected_s(settings) / 3600
-
-
-def attempt_s(settings: Settings) -> float:
-    """How long measuring a candidate takes at most, as far as one can tell before."""
-    return settings.search.max_seconds + START_S
 
 
 def submissions(
@@ -61,7 +53,7 @@ def submissions(
     at_least_min = settings.cluster.profile_time_limit_min
     if kind is ProfilingKind.array:
         return [Submission(group, at_least_min) for group in by_nodes]
-    each_s = attempt_s(settings)
+    each_s = expected_attempt_s(settings)
     most = len(candidates) if longest_job_min is None else max(1, int(60 * longest_job_min / each_s))
     groups = by_nodes if kind is ProfilingKind.packed else [candidates] * bool(candidates)
     found = []

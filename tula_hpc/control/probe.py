@@ -27,7 +27,7 @@ class Probe:
     display: Display
     measured: Callable[[], set[Candidate]]
     """Candidates whose measurement is on record."""
-    measure: Callable[[Candidate], None]
+    measure: Callable[[Candidate], object]
     fit: Callable[[], None]
     """Fits again to all that is on record."""
 

@@ -18,13 +18,14 @@ import pandas as pd
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ControllerKind, ReplanKind, Settings
+from tula_hpc.control.choosing import chosen_fit, predicted
 from tula_hpc.control.jobs import TRAIN, Jobs
 from tula_hpc.control.journal import Attempt, Journal, Successor
-from tula_hpc.control.prediction import chosen_fit, predicted_table
 from tula_hpc.display import count, duration
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.models.drift import LASTING, Cause, Drift, Expected, Window, lasting_drift
 from tula_hpc.models.limits import SECONDS_PER_HOUR, Limits, NoFeasibleConfiguration
+from tula_hpc.models.posterior import correction
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.replan import Offer, Part, Refit, better, refit, relaunched, with_row
@@ -111,11 +112,18 @@ class Replanning:
 
     def _predicted(self, fit: StepTimeFit, attempt: Attempt) -> Expected:
         row = pd.DataFrame([vars(self.jobs.candidate(attempt))])
-        low_s, high_s = fit.interval(row)
+        corrected, ends = self._corrected(attempt), fit.interval(row)
         points = read_json(self.run.fit)["points"]
         wait_per_sample_s = float(pd.Series([p["data_s"] / p["batch_per_rank"] for p in points]).median())
         wait_s = wait_per_sample_s * attempt.batch_per_rank
-        return Expected.predicted(float(fit.predict(row)[0]), float(low_s[0]), float(high_s[0]), wait_s)
+        expected_s, low_s, high_s = (corrected * float(seconds[0]) for seconds in (fit.predict(row), *ends))
+        return Expected.predicted(expected_s, low_s, high_s, wait_s)
+
+    def _corrected(self, attempt: Attempt) -> float:
+        """What the profiled points correct the prediction of an attempt's configuration by, as a factor."""
+        record = read_json(self.run.fit)
+        row = pd.DataFrame([vars(self.jobs.candidate(attempt))])
+        return float(correction(chosen_fit(record), pd.DataFrame(record["points"]), row)[0])
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class Replanning:
             fitting = points.loc[[name not in record["infeasible"] for name in names]]
             with_training = with_row(fitting, fit, running, drift.step_time_s)
             fit = with_training if with_training.outcome.usable else fit
-        return refit(fit, running, drift.step_time_s)
+        return refit(fit, running, drift.step_time_s / self._corrected(attempt))
 
     def _offer(self, attempt: Attempt, fit: StepTimeFit, progress: dict[str, Any]) -> tuple[Offer | None, str]:
         """A configuration that is worth a new start, if there is one, and what to say of it."""
@@ -197,7 +205,7 @@ class Replanning:
             for a in self.journal.state().of(TRAIN)
             if a.verdict is not None and a.verdict in self.jobs.too_large
         }
-        table = predicted_table(settings, record, fit, price, left / settings.train_samples, ran_out=ran_out)
+        table = predicted(settings, record, drifted=fit, epochs=left / settings.train_samples, ran_out=ran_out)
         start_s, last_wait_s = self._last_start(attempt, progress)
         waits = self.queue_waits(table)
         wait_s = {

@@ -22,6 +22,7 @@ from tula_hpc.errors import TulaError
 from tula_hpc.models.knee import envelope, find_knee
 from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
 from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
+from tula_hpc.models.posterior import correction
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.search import close_infeasible
@@ -47,7 +48,7 @@ class Objective(str, Enum):
     TIME_TO_RESULT = "time_to_result"
 
 
-_METRICS = {
+METRICS = {
     Objective.TIME: ("train_time_s", "training time"),
     Objective.COST: ("cost", "cost"),
     Objective.TIME_TO_RESULT: ("time_to_result_s", "time to the result"),
@@ -126,6 +127,7 @@ def candidate_table(
     infeasible: Collection[Candidate],
     measured: pd.DataFrame,
     waits: Mapping[int, Wait] | None = None,
+    profiled_fit: StepTimeFit | None = None,
 ) -> pd.DataFrame:
     """One row per candidate with all that is predicted and measured about it, sorted by nodes, then batch.
 
@@ -140,8 +142,10 @@ def candidate_table(
         memory_fraction: Share of the limit that may be used.
         infeasible: Candidates that did not fit when profiled.
         measured: Rows num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known, memory_gib; several rows
-            of a candidate count with their median time and largest memory.
+            of a candidate count with their median time and largest memory. They correct the predictions of
+            `step_time_fit` there and, less, nearby (see `posterior`): what was measured is not judged by a model.
         waits: Number of nodes -> how long a training would wait in the queue; what is missing is not known.
+        profiled_fit: The fit that `measured` corrects, if `step_time_fit` stands for what has changed since.
 
     Returns:
         Columns num_nodes, gpus_per_node, batch_per_rank, global_batch, step_time_s, step_time_low_s, step_time_high_s,
@@ -158,8 +162,10 @@ def candidate_table(
     candidates = sorted(set(grid))
     table = pd.DataFrame([(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in candidates], columns=_KEYS)
     table["global_batch"] = [c.global_batch for c in candidates]
-    table["step_time_s"] = step_time_fit.predict(table)
-    table["step_time_low_s"], table["step_time_high_s"] = step_time_fit.interval(table)
+    low_s, high_s = step_time_fit.interval(table)
+    corrected = correction(profiled_fit or step_time_fit, measured, table)
+    for name, seconds in (("", step_time_fit.predict(table)), ("_low", low_s), ("_high", high_s)):
+        table[f"step_time{name}_s"] = seconds * corrected
     batch, nodes = table["global_batch"].to_numpy(), table["num_nodes"].to_numpy()
     table["epoch_time_s"] = training_time_s(table["step_time_s"].to_numpy(), train_samples, 1, batch)
     for end in ("", "_low", "_high"):
@@ -302,7 +308,7 @@ def select(
 
 def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tuple[int, Rule, str] | None:
     """Index of the row with the least time or cost after ties, the rule, and the rule in words; None if unknown."""
-    metric, name = _METRICS[objective]
+    metric, name = METRICS[objective]
     ordered = rows.loc[np.isfinite(rows[metric])].sort_values([metric, *_KEYS])
     if ordered.empty:
         return None
@@ -332,7 +338,7 @@ def _next_best(rows: pd.DataFrame, objective: Objective, chosen: int) -> list[tu
         if place + 1 < len(curve):
             return [("next larger batch on the curve", curve[place + 1])]
         return [("next smaller batch on the curve", curve[place - 1])] if place else []
-    metric, _ = _METRICS[objective]
+    metric, _ = METRICS[objective]
     rest = rows.drop(index=chosen).sort_values([metric, "global_batch"]).dropna(subset=[metric])
     return [(f"next best {objective.value}", int(rest.index.to_numpy()[0]))] if len(rest) else []
 

@@ -197,10 +197,15 @@ class StepTimeFit:
         seconds = self.predict(table)
         return seconds * np.exp(-width), seconds * np.exp(width)
 
+    @property
+    def log_error(self) -> float:
+        """Typical log(predicted / true) of an unmeasured point, from the prior and the left-out runs."""
+        squares = PRIOR_RUNS * _PRIOR_LOG_ERROR[self.model] ** 2 + sum(error**2 for error in self.left_out_errors)
+        return max(math.sqrt(squares / (PRIOR_RUNS + len(self.left_out_errors))), self.residual_log_error)
+
     def _log_half_width(self, level: float) -> float:
         runs = PRIOR_RUNS + len(self.left_out_errors)
-        squares = PRIOR_RUNS * _PRIOR_LOG_ERROR[self.model] ** 2 + sum(error**2 for error in self.left_out_errors)
-        return float(stats.t.ppf((1 + level) / 2, runs)) * max(math.sqrt(squares / runs), self.residual_log_error)
+        return float(stats.t.ppf((1 + level) / 2, runs)) * self.log_error
 
     def extrapolates(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """Which rows lie outside the measured range of nodes or batch, or have GPUs per node never measured.
