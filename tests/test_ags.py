@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tula_hpc.optim import gradients
+from tula_hpc.optim import gradients, reference, scales
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.groups import scaled_and_unscaled
 
 torch.set_num_threads(1)
 
@@ -95,15 +97,12 @@ def mean_loss(outputs, targets):
 def refreshed_scale(columns, **options):
     """The scale measured with B = 4, b = 2, for one weight per column; a column is (value of the samples in the
     sub-batch, value of the others), so that g_small is the first and g_large the mean of both."""
-    chosen = gradients.random_subset(4, 2, seed=1)
+    chosen = reference.random_subset(4, 2, seed=1)
     inputs = torch.tensor([[other for _, other in columns]] * 4)
     inputs[chosen] = torch.tensor([value for value, _ in columns])
     model = Mean(len(columns))
-    optimizer = TulaOptimizer(SGD(model.parameters(), lr=1.0), global_batch=4, small_batch=2, gate="off")
-    if options.pop("paper", False):
-        optimizer = TulaOptimizer.paper(SGD(model.parameters(), lr=1.0), global_batch=4, small_batch=2)
-    for name, value in options.items():
-        setattr(optimizer, name, value)
+    build = TulaOptimizer.paper if options.pop("paper", False) else TulaOptimizer
+    optimizer = build(SGD(model.parameters(), lr=1.0), global_batch=4, small_batch=2, **options)
     mean_loss(model(inputs), None).backward()
     optimizer.refresh(model, mean_loss, inputs, torch.zeros(4))
     optimizer.step()
@@ -119,10 +118,10 @@ def test_variability_is_the_relative_change_of_the_squared_norm():
     assert gradients.gradient_variability(second, first).item() == pytest.approx(0.25)
 
 
-def test_variability_after_a_zero_gradient_is_infinite():
+def test_variability_after_a_zero_gradient_is_below_no_threshold():
     """Nothing can be said relative to a vanished gradient, so that the step counts as sensitive."""
     for now in (0.0, 1.0):
-        assert gradients.gradient_variability(torch.tensor(now), torch.tensor(0.0)).item() == math.inf
+        assert not gradients.gradient_variability(torch.tensor(now), torch.tensor(0.0)) < 1e30
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -133,21 +132,46 @@ def test_squared_norm_is_fp32_for_every_precision(dtype):
     assert found.item() == pytest.approx(4 * 300.0**2 + 400.0**2)
 
 
+def measured(small, large, granularity, exponent=1.0):
+    squares = [scales.squared_magnitudes(found, granularity) for found in (small, large)]
+    return scales.scales_of(*squares, eps=1e-8, exponent=exponent, s_min=0.1, s_max=10.0)
+
+
 @pytest.mark.parametrize("granularity", list(SCALES))
-def test_a_scale_has_the_shape_of_its_granularity(granularity):
-    """Element, channel, tensor and global share one scale among ever more elements of a weight."""
-    small, large = [torch.full((3, 4), 2.0), torch.full((3,), 2.0)], [torch.ones(3, 4), torch.ones(3)]
-    found = gradients.measured_scales(large, [small], granularity, eps=1e-8, s_min=0.1, s_max=10.0)
-    assert found.scales[0].shape == SCALES[granularity]
-    for scale in found.scales:
-        torch.testing.assert_close(scale, torch.full_like(scale, 2.0))
+def test_scales_of_each_granularity(granularity):
+    """Element, channel, tensor and global divide the root of the sum of squares over ever more elements."""
+    small = [torch.tensor([[2.0, 1.0], [3.0, 0.0]]), torch.tensor(6.0)]
+    large = [torch.tensor([[1.0, 2.0], [1.0, 1.0]]), torch.tensor(2.0)]
+    expected = {
+        "element": [torch.tensor([[2.0, 0.5], [3.0, 0.1]]), torch.tensor(3.0)],
+        "channel": [torch.tensor([1.0, math.sqrt(9 / 2), 3.0])],
+        "tensor": [torch.tensor([math.sqrt(14 / 7), 3.0])],
+        "global": [torch.tensor([math.sqrt(50 / 11)])],
+    }
+    torch.testing.assert_close(measured(small, large, granularity), expected[granularity])
+
+
+def test_an_exponent_is_applied_before_the_bounds():
+    """Exponent 2 gives the ratio of squared norms: AdaScale's gain of the tensor."""
+    found = measured(
+        [torch.tensor([3.0, 4.0]), torch.tensor(9.0)], [torch.tensor([3.0, 0.0]), torch.ones(())], "tensor", 2
+    )
+    torch.testing.assert_close(found, [torch.tensor([25 / 9, 10.0])])
 
 
 def test_several_sub_batches_are_averaged_as_root_mean_square():
-    """Small gradients 3 and 4 against 1 give the scale sqrt((9 + 16) / 2)."""
-    draws = [[torch.tensor([3.0])], [torch.tensor([-4.0])]]
-    found = gradients.measured_scales([torch.tensor([1.0])], draws, "element", eps=1e-8, s_min=0.1, s_max=10.0)
-    assert found.scales[0].item() == pytest.approx(math.sqrt(12.5))
+    """Two sub-batches whose gradients are 3 and -4, where the whole batch has 1, give the scale sqrt((9 + 16) / 2)."""
+    model = Mean(1)
+    optimizer = TulaOptimizer(
+        SGD(model.parameters(), lr=1.0), global_batch=400, small_batch=2, gate="off", refresh_samples=2
+    )
+    inputs = torch.full((400, 1), 1.0)
+    for seed, value in ((1, 3.0), (2, -4.0)):
+        inputs[reference.random_subset(400, 2, seed=seed)] = value
+    model.weight.grad = torch.ones(1)
+    optimizer.refresh(model, mean_loss, inputs, inputs)
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] == pytest.approx(math.sqrt(12.5))
 
 
 def test_element_scale_by_hand():
@@ -174,7 +198,7 @@ def test_paper_preset_has_no_floor():
 def test_printed_ratio_keeps_nan_out_of_the_weights():
     """At the pole g_large = -eps of the printed formula the scale is 1 or s_max, never NaN."""
     pole = torch.tensor([-1e-8, -1e-8])
-    found = gradients.printed_ratio(torch.tensor([0.0, 1.0]), pole, eps=1e-8, s_max=4.0)
+    found = scales.printed_ratio(torch.tensor([0.0, 1.0]), pole, eps=1e-8, s_max=4.0)
     assert found.tolist() == [1.0, 4.0]
 
 
@@ -267,6 +291,23 @@ def test_scale_one_equals_the_plain_optimizer(options):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "options", [{"granularity": "global"}, {"static_scale": 1.5}, {"static_scale": 1.5, "gate": "off"}]
+)
+def test_a_fused_inner_optimizer_scales_by_itself(options):
+    """One scale for all is handed to the fused kernel, which gives the weights of a plain multiplication."""
+    history = []
+    for fused in (False, True):
+        model = small_net()
+        inner = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        optimizer = TulaOptimizer(inner, **({"global_batch": BATCH, "small_batch": 4} | options))
+        history.append(train(model, optimizer, 6, refresh_every=3))
+        assert not hasattr(inner, "grad_scale")
+    for a, b in zip(*history, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert optimizer.statistics()["scaled_fraction"] > 0
+
+
 def test_excluded_groups_are_never_scaled():
     """Parameters of a group with ags=False move as without AGS, the others do not."""
 
@@ -282,6 +323,17 @@ def test_excluded_groups_are_never_scaled():
     plain, scaled = run(False), run(True)
     assert torch.equal(plain[2].weight, scaled[2].weight)
     assert not torch.equal(plain[0].weight, scaled[0].weight)
+
+
+def test_parameters_are_kept_out_by_name_or_kind():
+    """Patterns of names and classes of modules go into a group with ags=False, frozen parameters into none."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3).requires_grad_(False))
+    scaled, unscaled = scaled_and_unscaled(model, ["*.bias", nn.BatchNorm1d])
+    assert [p.shape for p in scaled["params"]] == [(8, 6), (3, 8)]
+    assert len(unscaled["params"]) == 4
+    assert unscaled["ags"] is False
+    with pytest.raises(ValueError, match="fits no parameter"):
+        scaled_and_unscaled(model, ["norm*"])
 
 
 def test_variability_sees_all_parameters():
@@ -305,8 +357,7 @@ def test_set_batch_drops_norm_and_scale():
     optimizer.set_batch(BATCH)
     assert optimizer.statistics() == held
     optimizer.set_batch(2 * BATCH)
-    assert optimizer.statistics()["mean_scale"] == 1.0
-    assert math.isnan(optimizer.statistics()["norm"])
+    assert optimizer.statistics() == {"mean_scale": 1.0, "scaled_fraction": held["scaled_fraction"]}
     assert optimizer.state_bytes() == 0
 
 
@@ -318,6 +369,135 @@ def test_a_batch_no_larger_than_small_batch_switches_ags_off():
     assert caught[0].filename == __file__
     history = train(wrapped, optimizer, 3, refresh_every=1)
     assert torch.equal(history[-1], train(plain, sgd(plain.parameters()), 3)[-1])
+
+
+# Averages, intervals, exponents
+
+
+def refreshed_with(optimizer, model, small, large):
+    """The mean scale after a refresh that sees the sub-batch's gradient `small` and the step's gradient `large`."""
+    inputs = torch.full((400, 1), large)
+    inputs[reference.random_subset(400, 2, seed=optimizer.state_dict()["ags"]["draws"] + 1)] = small
+    model.weight.grad = torch.full((1,), large)
+    optimizer.refresh(model, mean_loss, inputs, inputs)
+    optimizer.step()
+    return optimizer.statistics()["mean_scale"]
+
+
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_averages_over_refreshes_weigh_the_past(granularity):
+    """Squares 9 : 1 and then 25 : 4, the past weighing 0.75, give (0.75 x 9 + 25) / (0.75 x 1 + 4) in the end."""
+    model = Mean(1)
+    options = {"granularity": granularity, "gate": "off", "scale_smoothing": 0.75}
+    optimizer = TulaOptimizer(SGD(model.parameters(), lr=1.0), global_batch=400, small_batch=2, **options)
+    assert refreshed_with(optimizer, model, 3.0, 1.0) == pytest.approx(3.0)
+    expected = math.sqrt((0.75 * 9 + 25) / (0.75 * 1 + 4))
+    assert refreshed_with(optimizer, model, 5.0, 2.0) == pytest.approx(expected)
+    assert refreshed_with(optimizer, model, math.inf, 2.0) == pytest.approx(expected)  # an overflow changes nothing
+
+
+def test_the_exponent_moves_the_cap():
+    """A squared ratio may reach B / b, a chosen cap replaces it."""
+    for options, expected in (({}, 200.0), ({"s_max": 7.0}, 7.0)):
+        model = Mean(1)
+        optimizer = TulaOptimizer(
+            SGD(model.parameters(), lr=1.0), global_batch=400, small_batch=2, exponent=2, **options
+        )
+        assert refreshed_with(optimizer, model, 100.0, 1.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"refresh_every": 3}, [0, 3, 6]),
+        ({"refresh_every": 3, "first_refresh": 2}, [2, 5]),
+        ({"first_refresh": 2}, [2]),
+        ({}, []),
+        ({"refresh_every": 3, "static_scale": 2.0}, []),
+    ],
+)
+def test_a_refresh_is_due_every_so_many_steps(options, expected):
+    """`refresh_due` asks at the first step, or at `first_refresh`, and then every `refresh_every` steps."""
+    model = small_net()
+    optimizer = tula(model, **options)
+    seen = []
+    for step in range(8):
+        inputs, targets = data(step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if optimizer.refresh_due:
+            seen.append(step)
+            optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+        optimizer.step()
+    assert seen == expected
+
+
+@pytest.mark.filterwarnings("ignore:AGS keeps its scale")
+def test_a_due_refresh_waits_for_a_full_batch():
+    """A batch too short for a sub-batch postpones the refresh."""
+    model = small_net()
+    optimizer = tula(model, refresh_every=5)
+    for batch, due_after in ((4, True), (BATCH, False)):
+        inputs, targets = data(batch=batch)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+        optimizer.step()
+        assert optimizer.refresh_due == due_after
+
+
+def test_smoothed_variability_by_hand():
+    """With weight 0.5 the average of |G|² = 4, 6, 11 is 4, 5, 8, so that Δ = 0.25 is calm and 0.6 sensitive."""
+    optimizer, step = with_gradients([0.0], static_scale=2.0, delta_smoothing=0.5)
+    assert [step([math.sqrt(square)]) for square in (4.0, 6.0)] == [[1.0], pytest.approx([2.0])]
+    assert optimizer.statistics()["gradient_variability"] == pytest.approx(0.25)
+    assert step([math.sqrt(11.0)]) == pytest.approx([1.0])
+    assert optimizer.statistics()["gradient_variability"] == pytest.approx(0.6)
+    assert optimizer.statistics()["norm"] == pytest.approx(math.sqrt(8.0))
+
+
+# Gradients of a small batch that exist anyway
+
+
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_a_microbatch_is_a_free_reference(granularity):
+    """The first of two micro-batches gives the scale that a sub-batch of its samples would give."""
+    inputs, targets = data()
+    loss = nn.functional.cross_entropy
+    model = small_net()
+    options = {"granularity": granularity, "reference": "microbatch", "small_batch": BATCH // 2, "s_min": 0.0}
+    optimizer = tula(model, **options)
+    for half in (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)):
+        (loss(model(inputs[half]), targets[half]) / 2).backward()
+        if half.start == 0:
+            first = [2 * p.grad for p in model.parameters()]
+            optimizer.observe_microbatch(2)
+    whole = [p.grad.clone() for p in model.parameters()]
+    optimizer.refresh()
+    optimizer.step()
+    squares = [scales.squared_magnitudes(found, granularity) for found in (first, whole)]
+    expected = scales.scales_of(*squares, eps=1e-8, exponent=1, s_min=0.0, s_max=math.sqrt(2))
+    found = optimizer.state_dict()["ags"]["scales"]
+    mine = list(found.values()) if granularity == "element" else [torch.cat([s.reshape(-1) for s in found.values()])]
+    if granularity == "global":
+        mine = [mine[0][:1]]
+    torch.testing.assert_close(mine, expected)
+
+
+def test_a_refresh_without_a_noted_microbatch_keeps_the_scale():
+    """It is said once, with the call that is missing, and so is a call for another reference."""
+    model = small_net()
+    optimizer = tula(model, reference="microbatch")
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    with pytest.warns(UserWarning, match="observe_microbatch"):
+        optimizer.refresh()
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] == 1.0
+    with pytest.raises(ValueError, match="reference 'microbatch'; make it with 'local'"):
+        optimizer.watch(None)
+    with pytest.raises(ValueError, match="reference 'subbatch'; make it with 'microbatch'"):
+        tula(model).observe_microbatch(2)
+    with pytest.raises(TypeError, match="needs model, loss_fn"):
+        tula(model).refresh()
 
 
 # The refresh
@@ -476,10 +656,106 @@ def test_a_step_never_waits_for_the_device(options, monkeypatch):
         optimizer.step()
 
 
-def test_save_reload_replay_gives_the_same_weights():
+class CountOperators(TorchDispatchMode):
+    """Counts the calls that launch kernels: whatever is no view, no allocation and no mark of a profiler."""
+
+    NONE = ("view", "as_strided", "unbind", "split", "select", "slice", "detach", "empty", "record", "alias", "expand")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1]
+        if not name.lstrip("_").startswith(self.NONE):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"gate": "off"}, 1),
+        ({"gate": "off", "granularity": "tensor"}, 1),
+        ({"gate": "off", "granularity": "global"}, 2),
+        ({}, 11),
+        ({"granularity": "tensor"}, 11),
+        ({"granularity": "global"}, 11),
+    ],
+)
+def test_a_step_costs_a_handful_of_operators(options, most):
+    """Whatever the number of tensors, and no norm is taken where no gate asks for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(20)], nn.Linear(6, 3))
+    optimizer = TulaOptimizer(SGD(model.parameters(), lr=0.1, fused=True), global_batch=16, small_batch=4, **options)
+    train(model, optimizer, 2, refresh_every=1)
+    counts = []
+    for one in (optimizer.optimizer, optimizer):
+        with CountOperators() as counted:
+            one.step()
+        counts.append(counted.names)
+    assert len(counts[1]) - len(counts[0]) <= most, counts[1]
+
+
+def test_a_compiled_model_is_refreshed():
+    """The sub-batch runs through the module inside `torch.compile`'s wrapper, without compiling it again."""
+    model = torch.compile(small_net(), backend="eager")
+    optimizer = tula(model, gate="off")
+    train(model, optimizer, 2, refresh_every=1)
+    assert optimizer.statistics()["mean_scale"] > 1
+    plain = small_net()
+    train(plain, other := tula(plain, gate="off"), 2, refresh_every=1)
+    assert other.statistics()["mean_scale"] == pytest.approx(optimizer.statistics()["mean_scale"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_other_precisions_are_scaled(dtype, granularity):
+    """Scales stay fp32, gradients keep their precision."""
+    model = small_net().to(dtype)
+    optimizer = tula(model, gate="off", granularity=granularity)
+    inputs, targets = data()
+    for _ in range(2):
+        nn.functional.cross_entropy(model(inputs.to(dtype)), targets).backward()
+        optimizer.refresh(model, nn.functional.cross_entropy, inputs.to(dtype), targets)
+        optimizer.step()
+    assert all(p.grad.dtype == dtype for p in model.parameters())
+    assert optimizer.statistics()["scaled_fraction"] == 0.5
+
+
+def test_variability_can_be_kept_and_read_later():
+    """The tensor handed out is not overwritten by later steps."""
+    optimizer, step = with_gradients([0.0], static_scale=2.0)
+    assert optimizer.variability is None
+    kept = []
+    for square in (4.0, 5.0, 7.5):
+        step([math.sqrt(square)])
+        kept.append(optimizer.variability)
+    assert torch.stack(kept).tolist() == pytest.approx([math.inf, 0.25, 0.5])
+
+
+@pytest.mark.parametrize("options", [{"gate": "off"}, {"gate": "off", "static_scale": 2.0}, {}])
+def test_statistics_are_finite(options):
+    """What is not known, or infinite as after the first step, is left out of a log."""
+    model = small_net()
+    optimizer = tula(model, **options)
+    for _ in range(3):
+        assert all(math.isfinite(value) for value in optimizer.statistics().values())
+        train(model, optimizer, 1, refresh_every=1)
+    assert ("norm" in optimizer.statistics()) == (not options)
+
+
+FRESH = {"gate": "off", "scale_smoothing": 0.9, "refresh_every": 3, "s_min": 1.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *({"granularity": name} for name in list(SCALES)[1:]), *({"granularity": name, **FRESH} for name in SCALES)],
+)
+def test_save_reload_replay_gives_the_same_weights(options):
     """Training goes on after a restart as if there had been none, read back without unpickling code."""
     model = small_net()
-    optimizer = tula(model)
+    optimizer = tula(model, **options)
     train(model, optimizer, 5, refresh_every=3)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -489,11 +765,12 @@ def test_save_reload_replay_gives_the_same_weights():
     saved = torch.load(file, weights_only=True)
     model = small_net(seed=1)
     model.load_state_dict(saved["model"])
-    fresh = tula(model)
+    fresh = tula(model, **options)
     fresh.load_state_dict(saved["optimizer"])
     for a, b in zip(train(model, fresh, 5, first=5, refresh_every=3), expected, strict=True):
         assert torch.equal(a, b)
     assert fresh.statistics() == optimizer.statistics()
+    assert fresh.refresh_due == optimizer.refresh_due
     assert 0 < fresh.statistics()["scaled_fraction"] < 1
 
 
@@ -505,8 +782,8 @@ def test_a_state_of_another_geometry_drops_norm_and_scale(change):
     train(model, optimizer, 3, refresh_every=1)
     other = tula(model, **change)
     other.load_state_dict(optimizer.state_dict())
+    assert set(other.statistics()) == {"mean_scale", "scaled_fraction"}
     assert other.statistics()["mean_scale"] == 1.0
-    assert math.isnan(other.statistics()["norm"])
     assert other.state_dict()["ags"]["steps"] == 3
     momentum = [s["momentum_buffer"] for s in optimizer.state.values()]
     torch.testing.assert_close([s["momentum_buffer"] for s in other.state.values()], momentum, rtol=0, atol=0)
@@ -632,15 +909,23 @@ def test_added_groups_are_trained_and_later_scaled():
     assert set(optimizer.state_dict()["ags"]["scales"]) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("granularity", ["element", "tensor"])
-def test_memory_is_one_model_copy_or_almost_nothing(granularity):
-    """Element-wise scales take 4 bytes per parameter, tensor-wise ones 4 bytes per tensor, plus two scalars."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, lambda sizes: 4 * sum(sizes)),
+        ({"scale_smoothing": 0.9}, lambda sizes: 3 * 4 * sum(sizes)),
+        ({"granularity": "tensor"}, lambda sizes: 8 * sum(sizes) + 2 * 4 * len(sizes)),
+        ({"granularity": "global"}, lambda sizes: 4),
+    ],
+)
+def test_memory_is_as_documented(options, expected):
+    """Element-wise scales take 4 bytes per element, averages twice as much again; tensor-wise scales are written out
+    for small tensors; two scalars come on top."""
     model = small_net()
-    optimizer = tula(model, granularity=granularity)
+    optimizer = tula(model, **options)
     assert optimizer.state_bytes() == 0
     train(model, optimizer, 1, refresh_every=1)
-    counts = [p.numel() if granularity == "element" else 1 for p in model.parameters()]
-    assert optimizer.state_bytes() == 4 * sum(counts) + 8
+    assert optimizer.state_bytes() == expected([p.numel() for p in model.parameters()]) + 8
 
 
 # Refusals
@@ -658,6 +943,14 @@ def test_memory_is_one_model_copy_or_almost_nothing(granularity):
         ({"eps": 0.0, "refresh_samples": 0}, "refresh_samples is 0.* eps is 0.0"),
         ({"static_scale": -1.0}, "static_scale is -1.0"),
         ({"printed_ratio": True, "granularity": "tensor"}, "printed_ratio needs"),
+        ({"scale_smoothing": 1.0}, "scale_smoothing is 1.0, but must lie in"),
+        ({"delta_smoothing": -0.1}, "delta_smoothing is -0.1, but must lie in"),
+        ({"exponent": 0.0, "s_max": 0.5}, "exponent is 0.0.* s_max is 0.5"),
+        ({"refresh_every": 0}, "refresh_every is 0"),
+        (
+            {"reference": "local"},
+            "there is one rank only .*use 'microbatch'.*needs tensor or global.*global_batch / ranks",
+        ),
     ],
 )
 def test_bad_settings_are_named(options, message):
@@ -740,6 +1033,31 @@ def two_ranks(rank, folder):
     optimizer.step()
     found["mean_scale"] = optimizer.state_dict()["ags"]["scales"][0]
 
+    watched = nn.parallel.DistributedDataParallel(noisy_net())
+    optimizer = TulaOptimizer(
+        sgd(watched.parameters()), global_batch=2 * BATCH, granularity="tensor", reference="local", refresh_every=2
+    )
+    optimizer.watch(watched)
+    torch.manual_seed(rank)
+    for step in range(4):
+        inputs, targets = data(10 * step + rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(watched(inputs), targets).backward()
+        if optimizer.refresh_due:
+            optimizer.refresh()
+        optimizer.step()
+    found["watched_weights"] = nn.utils.parameters_to_vector(watched.parameters()).detach()
+    linear = nn.parallel.DistributedDataParallel(Mean(6))
+    optimizer = TulaOptimizer(
+        SGD(linear.parameters(), lr=1.0), global_batch=2 * BATCH, granularity="tensor", reference="local"
+    )
+    optimizer.watch(linear)
+    inputs = data(rank)[0] + 0.5
+    mean_loss(linear(inputs), None).backward()
+    optimizer.refresh()
+    optimizer.step()
+    found["local_scale"] = optimizer.state_dict()["ags"]["scales"][0]
+
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -774,13 +1092,25 @@ def test_one_rank_without_a_sub_batch_voids_the_refresh(both_ranks):
 
 def test_ranks_measure_the_gradient_of_their_joint_sub_batch(both_ranks):
     """Two ranks with 4 samples each measure what one process measures with those 8 samples."""
-    chosen = gradients.random_subset(BATCH, 4, seed=1)
+    chosen = reference.random_subset(BATCH, 4, seed=1)
     shards = [data(rank)[0] + 0.5 for rank in range(2)]
     small, large = torch.cat([shard[chosen] for shard in shards]).mean(0), torch.cat(shards).mean(0)
     expected = (small / large).abs().clamp(0.5, 2.0)
     assert expected.unique().numel() > 2
     for found in both_ranks:
         torch.testing.assert_close(found["mean_scale"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_local_gradients_are_a_free_reference(both_ranks):
+    """DDP's gradients before averaging give sqrt(mean |g_rank|² / |g|²), and the replicas stay identical."""
+    first, second = both_ranks
+    assert torch.equal(first["watched_weights"], second["watched_weights"])
+    grads = [(data(rank)[0] + 0.5).mean(0) for rank in range(2)]
+    local = sum(g.square().sum() for g in grads) / 2
+    expected = (local / (sum(grads) / 2).square().sum()).sqrt().clamp(max=math.sqrt(2))
+    assert expected < math.sqrt(2)
+    for found in both_ranks:
+        torch.testing.assert_close(found["local_scale"], expected)
 
 
 def test_distributed_tensors_are_refused(both_ranks):

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,16 +67,20 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
     assert read_json(run.train_result)["batch_per_rank"] == chosen // 2
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("options", [{}, {"gate": "lagged", "delta_smoothing": 0.9}, {"gate": "off"}])
 @pytest.mark.parametrize("granularity", ["element", "channel", "tensor", "global"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_step_does_not_wait_for_the_gpu(granularity: str):
+def test_a_step_does_not_wait_for_the_gpu(granularity: str, options: dict[str, Any], fused: bool):
     """step() never makes the host wait for the device, scaled or not."""
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10)
     )
     model = model.cuda()
-    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    optimizer = TulaOptimizer(sgd, global_batch=64, small_batch=8, granularity=granularity)
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused)
+    optimizer = TulaOptimizer(
+        sgd, global_batch=64, small_batch=8, scale_smoothing=0.9, granularity=granularity, **options
+    )
     inputs, targets = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(10, (64,), device="cuda")
     loss_fn = torch.nn.CrossEntropyLoss()
     for _ in range(3):  # state, scales and kernels are there after these
@@ -89,3 +94,44 @@ def test_a_step_does_not_wait_for_the_gpu(granularity: str):
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_refresh_does_not_wait_for_the_gpu():
+    """Nor does the measurement on a sub-batch, which a training with fresh scales makes every few steps."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 16), torch.nn.BatchNorm1d(16)).cuda()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    optimizer = TulaOptimizer(sgd, global_batch=64, small_batch=8, granularity="tensor", scale_smoothing=0.9)
+    inputs, targets = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(10, (64,), device="cuda")
+    loss_fn = torch.nn.CrossEntropyLoss()
+    for mode in ("default", "default", "error"):
+        loss_fn(model(inputs), targets).backward()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            optimizer.refresh(model, loss_fn, inputs, targets)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("granularity", ["element", "channel", "tensor", "global"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_scales_on_the_gpu_are_those_of_the_cpu(granularity: str, fused: bool):
+    """Kernels for many tensors, written-out scales and the fused step give the weights that the CPU gives."""
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 300)
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(300, 10)).to(device, torch.float64)
+        model = model.to(memory_format=torch.channels_last)
+        sgd = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+        optimizer = TulaOptimizer(sgd, global_batch=64, small_batch=8, granularity=granularity, scale_smoothing=0.9)
+        inputs, targets = torch.randn(64, 3, 8, 8, dtype=torch.float64), torch.randint(10, (64,))
+        inputs, targets = inputs.to(device), targets.to(device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.refresh(model, torch.nn.functional.cross_entropy, inputs, targets)
+            optimizer.step()
+        found.append(torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)

@@ -71,10 +71,23 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     return state["model"]
 
 
-@pytest.mark.parametrize("method", ["ags", "lbt"])
-def test_resuming_in_an_epoch_changes_nothing(tiny_settings: Callable[..., Settings], tmp_path: Path, method: str):
+FRESH = (
+    "method=ags",
+    "method.small_batch=16",
+    "method.granularity=tensor",
+    "method.gate=off",
+    "method.scale_smoothing=0.9",
+    "method.refresh_steps=4",
+    "method.scale_floor=1",
+)
+
+
+@pytest.mark.parametrize("method", [("method=ags",), ("method=lbt",), FRESH], ids=["ags", "lbt", "fresh"])
+def test_resuming_in_an_epoch_changes_nothing(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, method: tuple[str, ...]
+):
     """A training that was stopped in the middle of an epoch ends with the same weights as one that was not."""
-    settings = tiny_settings(f"method={method}", "training.epochs=3", "data.train_samples=null")
+    settings = tiny_settings(*method, "training.epochs=3", "data.train_samples=null")
     candidate = Candidate(1, 64)
     whole, parted = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parted")
     log = watched(settings)
@@ -88,6 +101,8 @@ def test_resuming_in_an_epoch_changes_nothing(tiny_settings: Callable[..., Setti
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(parted)[name]), name
     assert [line["epoch"] for line in parted.read_metrics()] == [1, 2, 3]
+    if method is FRESH:
+        assert all(line["mean_scale"] > 1 for line in parted.read_metrics())
 
 
 def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(

@@ -63,6 +63,8 @@ _POSITIVE = (
     "method.delta_threshold",
     "method.refresh_epochs",
     "method.refresh_samples",
+    "method.refresh_steps",
+    "method.exponent",
     "method.lars_lr",
     "method.trust_coefficient",
     "method.sync_per_epoch",
@@ -137,6 +139,11 @@ def check(settings: Settings) -> list[str]:
         )
     if settings.method.scale_floor is not None and settings.method.scale_floor > 1:
         problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
+    if settings.method.scale_cap is not None and settings.method.scale_cap < 1:
+        problems.append(f"method.scale_cap is {settings.method.scale_cap}; it must be at least 1, the unscaled step")
+    for key in ("method.scale_smoothing", "method.delta_smoothing"):
+        if not 0 <= _value(settings, key) < 1:
+            problems.append(f"{key} is {_value(settings, key)}; it must lie in [0, 1), the weight of the past")
     if not settings.run_root.strip():
         problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
     problems += _check_controller(settings)

@@ -352,6 +352,16 @@ class MethodSettings:
     """For `ags` and `ags_paper`: epochs between two measurements of the scales."""
     refresh_samples: int = 1
     """Sub-batches averaged in each measurement."""
+    refresh_steps: int | None = None
+    """Steps between two measurements, the first at once; replaces `refresh_epochs`."""
+    scale_smoothing: float = 0.0
+    """Weight of the past in the averages, over measurements, of the two squared norms behind a scale; 0: none."""
+    delta_smoothing: float = 0.0
+    """Weight of the past in an average of the squared norm that variability is taken of; 0, as printed: none."""
+    exponent: float = 1.0
+    """Power of the ratio of norms: 1 as printed; 2 gives AdaScale's gain."""
+    scale_cap: float | None = None
+    """Largest scale. Null: (global batch / small batch) to the power of exponent / 2."""
     lars_lr: float | None = None
     """For `lars`: the learning rate at `small_batch`. Null: `training.lr`, as in the paper, although LARS wants a rate
     of its own, often ten to a hundred times that of SGD."""

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.ags_overhead
 
 Steps of the two alternate in blocks, so that clocks and temperature disturb both alike; ratios are of medians over
-blocks. A refresh is timed by itself and spread over the steps of an epoch of `--epoch-samples`.
+blocks. A refresh is timed by itself and spread over the steps between two of them: those of an epoch of
+`--epoch-samples`, or 4 for the fresh scales. fairscale's AdaScale stands beside it where it is installed and runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from tula_hpc.optim.ags import TulaOptimizer
 
 GIB = 2**30
-BLOCK = 20
+BLOCK = 10
 
 
 def vgg11(num_classes: int) -> nn.Module:
@@ -48,27 +49,50 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {
 }
 
 
-class Bench:
-    """A model in training with one optimizer."""
+Wrap = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+"""Makes of a model, its SGD and the batch the optimizer to measure."""
 
-    def __init__(self, build: Callable[[int], nn.Module], pixels: int, batch: int, granularity: str | None):
+
+def ags(**options: Any) -> Wrap:
+    return lambda model, sgd, batch: TulaOptimizer(sgd, global_batch=batch, small_batch=batch // 8, **options)
+
+
+def fairscale_adascale(model: nn.Module, sgd: torch.optim.Optimizer, batch: int) -> Any:
+    from fairscale.optim import AdaScale  # type: ignore[import-not-found]
+
+    return AdaScale(sgd, world_size=1, num_gradients_to_accumulate=ADASCALE_MICROBATCHES)
+
+
+ADASCALE_MICROBATCHES = 2
+"""On one device AdaScale compares micro-batches: it and its SGD take one step in two backward passes."""
+FRESH: dict[str, Any] = {"gate": "off", "scale_smoothing": 0.9, "refresh_every": 4, "s_min": 1.0}
+VARIANTS: dict[str, Wrap] = {
+    **{name: ags(granularity=name) for name in ("element", "channel", "tensor", "global")},
+    "fresh tensor": ags(granularity="tensor", **FRESH),
+    "fresh global": ags(granularity="global", **FRESH),
+    "fresh element": ags(granularity="element", **FRESH),
+}
+
+
+class Bench:
+    """A model in training with one optimizer; plain SGD if `wrap` is None."""
+
+    def __init__(
+        self, build: Callable[[int], nn.Module], pixels: int, batch: int, wrap: Wrap | None, microbatches: int = 1
+    ):
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
         self.model = build(1000).cuda().train()
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9, fused=True)
-        if granularity is not None:
-            self.optimizer = TulaOptimizer(
-                self.optimizer,
-                global_batch=batch,
-                small_batch=batch // 8,
-                granularity=granularity,  # type: ignore[arg-type]
-            )
+        if wrap is not None:
+            self.optimizer = wrap(self.model, self.optimizer, batch)
         self.inputs = torch.randn(batch, 3, pixels, pixels, device="cuda")
         self.targets = torch.randint(1000, (batch,), device="cuda")
         self.loss = nn.CrossEntropyLoss()
+        self.microbatches = microbatches
         for _ in range(5):
             self.step()
-        if granularity is not None:
+        if isinstance(self.optimizer, TulaOptimizer):
             self.backward()
             self.refresh()
             self.optimizer.step()
@@ -78,9 +102,10 @@ class Bench:
         self.loss(self.model(self.inputs), self.targets).backward()
 
     def step(self) -> None:
-        self.backward()
+        for _ in range(self.microbatches):
+            self.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def refresh(self) -> None:
         self.optimizer.refresh(self.model, self.loss, self.inputs, self.targets)
@@ -104,38 +129,68 @@ class Bench:
             self.refresh()
             end.record()
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end) / 1000)
         return statistics.median(times[1:])
 
 
-def measured(blocks: int, epoch_samples: int) -> Iterator[dict[str, Any]]:
+def pairs_of(plain: Bench, other: Bench, seconds: float) -> list[tuple[float, float]]:
+    """Step times of the two, s, in alternating blocks for about so long; the first pair is dropped."""
+    pairs = [(plain.block_s(), other.block_s())]
+    more = max(3, round(seconds / sum(pairs[0]) / BLOCK))
+    return [(plain.block_s(), other.block_s()) for _ in range(more)]
+
+
+def measured(seconds: float, epoch_samples: int) -> Iterator[dict[str, Any]]:
     for name, (build, pixels, batch) in CASES.items():
         plain = Bench(build, pixels, batch, None)
-        for granularity in ("element", "channel", "tensor", "global"):
-            ags = Bench(build, pixels, batch, granularity)
-            pairs = [(plain.block_s(), ags.block_s()) for _ in range(blocks)][1:]
-            ratio = statistics.median(b / a for a, b in pairs)
-            step_s, refresh_s = statistics.median(a for a, _ in pairs), ags.refresh_s()
+        for variant, wrap in VARIANTS.items():
+            other = Bench(build, pixels, batch, wrap)
+            pairs = pairs_of(plain, other, seconds)
+            step_s, ratio = statistics.median(a for a, _ in pairs), statistics.median(b / a for a, b in pairs)
+            refresh_s = other.refresh_s()
+            steps = other.optimizer.refresh_every or epoch_samples / batch
             yield {
                 "case": name,
-                "granularity": granularity,
+                "variant": variant,
                 "sgd_step_ms": 1000 * step_s,
-                "ags_over_sgd": ratio,
+                "over_sgd": ratio,
                 "refresh_ms": 1000 * refresh_s,
-                "with_refresh_over_sgd": ratio + refresh_s / (epoch_samples / batch) / step_s,
-                "more_memory_gib": ags.held_gib - plain.held_gib,
-                "parameters_gib": sum(p.numel() * p.element_size() for p in ags.model.parameters()) / GIB,
+                "with_refresh_over_sgd": ratio + refresh_s / steps / step_s,
+                "more_memory_gib": other.held_gib - plain.held_gib,
+                "parameters_gib": sum(p.numel() * p.element_size() for p in other.model.parameters()) / GIB,
             }
-            del ags
+            del other
         del plain
         torch.cuda.empty_cache()
+        yield {"case": name, "variant": "fairscale AdaScale", **adascale(build, pixels, batch, seconds)}
+        yield {
+            "case": name,
+            "variant": "AdaptDL statistics",
+            "skipped": "not measured: nothing here drives AdaptDL's loop",
+        }
+        torch.cuda.empty_cache()
+
+
+def adascale(build: Callable[[int], nn.Module], pixels: int, batch: int, seconds: float) -> dict[str, Any]:
+    """What fairscale's AdaScale costs, against SGD with as many micro-batches; says why if it does not run."""
+    try:
+        plain = Bench(build, pixels, batch, None, ADASCALE_MICROBATCHES)
+        other = Bench(build, pixels, batch, fairscale_adascale, ADASCALE_MICROBATCHES)
+        pairs = pairs_of(plain, other, seconds)
+    except Exception as error:  # not installed, or not fit for this torch: nothing of ours
+        return {"skipped": f"{type(error).__name__}: {error}"}
+    return {
+        "sgd_step_ms": 1000 * statistics.median(a for a, _ in pairs),
+        "over_sgd": statistics.median(b / a for a, b in pairs),
+        "microbatches": ADASCALE_MICROBATCHES,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of 20 steps each, the first is dropped")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for the blocks of each row")
     parser.add_argument(
         "--epoch-samples", type=int, default=50_000, help="samples of an epoch, each ends with a refresh"
     )
@@ -143,7 +198,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
-    for row in measured(options.blocks, options.epoch_samples):
+    for row in measured(options.seconds, options.epoch_samples):
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Adaptive gradient scaling (AGS), Algorithm 1 of the paper, around any torch optimizer.
 
 A large batch averages away the noise that helps a small one generalise. AGS multiplies the large batch's gradient by
-the ratio of the two gradients' magnitudes, measured now and then on a sub-batch, but only while training is calm:
+the ratio of the two gradients' magnitudes, measured now and then on a small batch, but only while training is calm:
 
     every step:     compare the gradient's squared norm with the last step's: Δ, Eq. (5)
                     if Δ < δ, multiply the gradient by the scale; otherwise the phase is sensitive: leave it alone
@@ -9,9 +9,11 @@ the ratio of the two gradients' magnitudes, measured now and then on a sub-batch
     now and then:   (`refresh`, between backward and step) take a sub-batch of the batch at hand, at the same weights;
                     scale = |g_small| / |g_large|, at most sqrt(B / b); it acts from the next step on
 
-    optimizer = TulaOptimizer(SGD(model.parameters(), lr=0.01, momentum=0.9), global_batch=1024, small_batch=128)
-    loss.backward(); optimizer.step()                                # any training loop, LR schedule, GradScaler, DDP
-    optimizer.refresh(model, loss_fn, inputs, targets)               # say once an epoch, between these two calls
+    optimizer = TulaOptimizer(SGD(model.parameters(), lr=0.01), global_batch=1024, small_batch=128, refresh_every=100)
+    loss.backward()                                                  # any training loop, LR schedule, GradScaler, DDP
+    if optimizer.refresh_due:
+        optimizer.refresh(model, loss_fn, inputs, targets)
+    optimizer.step()
 
 | code name         | paper              | meaning                                                                    |
 |-------------------|--------------------|----------------------------------------------------------------------------|
@@ -32,31 +34,24 @@ gate and of "off", but the printed gate ("current") looks at the step's own grad
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tula_hpc.optim import gradients
-from tula_hpc.optim.gradients import Granularity
-
-Gate = Literal["current", "lagged", "off"]
-"""Whose variability decides: this step's, the last step's, or nobody's (the scale always acts)."""
-
-LossFn = Callable[[Any, Any], Tensor]
-
-
-def _forwarded(name: str) -> Any:
-    """An attribute that is the inner optimizer's own, always: a reference kept here goes stale in `load_state_dict`."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
-    )
+from tula_hpc.optim.fused import multiplies_by_itself, step_multiplied
+from tula_hpc.optim.gate import Gate, GateKind
+from tula_hpc.optim.measuring import Meter, SubBatchPass
+from tula_hpc.optim.notices import Notices
+from tula_hpc.optim.reference import LossFn, Reference
+from tula_hpc.optim.scales import Granularity, Scales
+from tula_hpc.optim.wrapper import WrappedOptimizer
 
 
-class TulaOptimizer(torch.optim.Optimizer):
+class TulaOptimizer(WrappedOptimizer):
     """A torch optimizer that steps with scaled gradients. Parameter groups with `ags=False` are never scaled.
 
     `step()` multiplies `.grad` in place and never waits for the device. Order of calls with mixed precision and
@@ -66,24 +61,39 @@ class TulaOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: The inner optimizer. Made for SGD: optimizers that normalise the gradient divide the scale out again.
         global_batch: Samples in one step over all ranks and accumulated micro-batches (B).
-        small_batch: The batch whose gradient noise is wanted (b). Not needed with `static_scale`.
+        small_batch: The batch whose gradient noise is wanted (b). With the reference "microbatch" the samples that
+            `observe_microbatch` sees the mean gradient of; not given with "local", where it is B / ranks, nor needed
+            with `static_scale`.
         delta_threshold: δ. A squared norm that moves by this share or more marks a sensitive step.
+        delta_smoothing: Weight of the past, in [0, 1), in an exponential moving average of the squared norm; Δ is then
+            the average's change. 0, as printed: the squared norm itself.
         granularity: What shares one scale: "element" as printed, "channel", "tensor" or "global".
-        gate: "current" as printed, "lagged" (Δ of the last step) or "off" (always scale).
-        s_min: Smallest scale; None means 1 / s_max.
-        eps: ε, added to the magnitude of the large batch's gradient.
+        gate: "current" as printed, "lagged" (Δ of the last step) or "off" (always scale; norms are not computed then).
+        reference: Where the small batch's gradient comes from: "subbatch" (one more pass, as printed), "microbatch"
+            (see `observe_microbatch`) or "local" (see `watch`).
+        refresh_every: Steps from one `refresh` to the next that `refresh_due` asks for; None leaves it to the caller.
+        first_refresh: Step, from 0, at which `refresh_due` asks for the first one; None: at once if `refresh_every` is
+            given, else never.
         refresh_samples: Sub-batches drawn by one `refresh`; their magnitudes are averaged as root mean square.
+        scale_smoothing: Weight of the past, in [0, 1), in exponential moving averages over refreshes of the two squared
+            magnitudes that make a scale. 0, as printed: the last refresh alone.
+        exponent: Power of the ratio: 1 as printed; 2 makes a "tensor" scale AdaScale's gain of that tensor.
+        s_min: Smallest scale; None means 1 / s_max.
+        s_max: Largest scale; None means (B / b) ** (exponent / 2).
+        eps: ε, added to the magnitudes of both gradients.
         static_scale: Eq. (8): this scale for every gradient while the gate is open, and no `refresh`.
         printed_ratio: Line 16 to the letter, signed ε and no floor; see `TulaOptimizer.paper`.
         seed: Of the choice of sub-batches. The global random stream is not used.
         process_group: The ranks that share a batch; None means all.
+
+    Raises:
+        ValueError: On settings that contradict each other, sharded parameters (FSDP), and on LBFGS; by `step` and
+            `refresh` on sparse gradients and gradients of several devices.
     """
 
-    _scales: dict[Tensor, Tensor]  # multiplies a parameter's gradient from now on; not there: the gradient stays
-    _pending: dict[Tensor, Tensor] | None  # measured at this step, to act from the next one on
-    _squared_norm: Tensor | None  # |G|² of the last step that had a finite one
-    _variability: Tensor | None  # Δ of the last step
-    _observed: Tensor | None  # |G|² of the coming step, if the caller knows it
+    own_key = "ags"
+    _scales: Scales | None  # of the parameters that had a gradient at the last refresh
+    _pending: list[Tensor] | None  # measured at this step, to act from the next one on
 
     def __init__(
         self,
@@ -92,40 +102,51 @@ class TulaOptimizer(torch.optim.Optimizer):
         global_batch: int,
         small_batch: int | None = None,
         delta_threshold: float = 0.5,
+        delta_smoothing: float = 0.0,
         granularity: Granularity = "element",
-        gate: Gate = "current",
-        s_min: float | None = None,
-        eps: float = 1e-8,
+        gate: GateKind = "current",
+        reference: Reference = "subbatch",
+        refresh_every: int | None = None,
+        first_refresh: int | None = None,
         refresh_samples: int = 1,
+        scale_smoothing: float = 0.0,
+        exponent: float = 1.0,
+        s_min: float | None = None,
+        s_max: float | None = None,
+        eps: float = 1e-8,
         static_scale: float | None = None,
         printed_ratio: bool = False,
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ):
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.global_batch = global_batch
         self.small_batch = small_batch
-        self.delta_threshold = delta_threshold
-        self.granularity: Granularity = granularity
-        self.gate: Gate = gate
-        self.s_min = s_min
-        self.eps = eps
-        self.refresh_samples = refresh_samples
+        self.refresh_every = refresh_every
         self.static_scale = static_scale
-        self.printed_ratio = printed_ratio
-        self.seed = seed
-        self.process_group = process_group
-        problems = _setting_problems(self)
+        self._gate = Gate(gate, delta_threshold, delta_smoothing)
+        self._meter = Meter(
+            granularity=granularity,
+            reference=reference,
+            refresh_samples=refresh_samples,
+            scale_smoothing=scale_smoothing,
+            exponent=exponent,
+            s_min=s_min,
+            s_max=s_max,
+            eps=eps,
+            printed_ratio=printed_ratio,
+            seed=seed,
+            process_group=process_group,
+        )
+        problems = _setting_problems(self) + self._gate.problems() + self._meter.problems(small_batch)
         if problems:
             raise ValueError(f"TulaOptimizer: {' '.join(problems)}")
+        self._checked = False
         gradients.refuse_sharded(self._parameters())
-
-        # What the base constructor does apart from parameters and state, which we forward: hooks and the hooked step.
-        super().__setstate__({})
-        self._warned: set[str] = set()
+        self._notices = Notices()
         self._steps = 0
-        self._draws = 0
         self._scaled_steps: Tensor | float = 0.0
+        self._next_refresh = first_refresh if first_refresh is not None else 0 if refresh_every else None
         self._forget()
         self._warn_unless_useful()
 
@@ -144,127 +165,160 @@ class TulaOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.active:
-            self._scale_gradients()
-        self.optimizer.step()
-        if self._pending is not None:
-            self._scales, self._pending = self._pending, None
+        common = self._scale_gradients() if self.active else None
+        if common is None:
+            self.optimizer.step()
+        else:
+            step_multiplied(self.optimizer, common, self._parameters()[0].device)
+        if self._pending is not None and self._scales is not None:
+            self._scales.hold(self._pending)
+            self._pending = None
         return loss
 
-    def _scale_gradients(self) -> None:
-        found = list(self._gradients().values())
-        if not found:
-            return
-        gradients.refuse_unusual(found)
-        norm = gradients.squared_norm(found) if self._observed is None else self._observed.to(found[0].device)
-        previous = torch.zeros_like(norm) if self._squared_norm is None else self._squared_norm
-        variability = gradients.gradient_variability(norm, previous)
-        gate_open = self._gate_is_open(variability)
-        self._apply(gate_open)
-        self._variability = variability
-        # A norm that is not finite is not worth comparing the next step with.
-        self._squared_norm = torch.where(norm.isfinite(), norm, previous)
-        self._observed = None
-
-    def _gate_is_open(self, variability: Tensor) -> Tensor:
-        """Whether this step is scaled, as a device tensor: a branch on the host would wait, and split the ranks."""
-        if self.gate == "off":
-            return torch.ones_like(variability, dtype=torch.bool)
-        deciding = variability if self.gate == "current" else self._variability
-        if deciding is None:
-            return torch.zeros_like(variability, dtype=torch.bool)
-        return deciding < self.delta_threshold
-
-    def _apply(self, gate_open: Tensor) -> None:
-        """Multiply the gradients by their scale where the gate is open, and count the step."""
+    def _scale_gradients(self) -> Tensor | float | None:
+        """Returns the factor for all gradients if it is left to the inner optimizer."""
         self._steps += 1
-        found = self._gradients(scaled_only=True)
-        if self.static_scale is None:
-            found = {p: grad for p, grad in found.items() if p in self._scales}
-        if not found:
-            return
-        scales = [self._scales[p] for p in found if p in self._scales]
+        norm = self._gate.observed
+        if self._gate.wants_norm:
+            found = self._gradients()
+            if not found:
+                return None
+            norm = gradients.squared_norm(found)
+        if norm is not None:
+            self._gate.watch(norm)
+        gate_open = self._gate.state()
+        common = self._common_factor(gate_open)
+        if common is None and (self._scales is None or self._scales.excess is None):
+            return None
+        self._scaled_steps = self._scaled_steps + (1.0 if gate_open is None else gate_open)
+        if common is None:
+            assert self._scales is not None
+            self._scales.scale(gate_open)
+        elif multiplies_by_itself(self.optimizer):
+            return common
+        elif grads := [p.grad for p in self._parameters(scaled_only=True) if p.grad is not None]:
+            torch._foreach_mul_(grads, common)
+        return None
+
+    def _common_factor(self, gate_open: Tensor | None) -> Tensor | float | None:
+        """What multiplies all gradients alike, a number or of shape (); None if there is no such factor."""
         if self.static_scale is not None:
-            torch._foreach_mul_(list(found.values()), torch.where(gate_open, self.static_scale, 1.0))
-        elif self.granularity == "global":
-            torch._foreach_mul_(list(found.values()), torch.where(gate_open, scales[0], 1.0))
+            if gate_open is None:
+                return self.static_scale
+            excess = gradients.constant(self.static_scale - 1, gate_open.device)
+        elif self._scales is not None and self._scales.excess is not None and self._scales.granularity == "global":
+            excess = self._scales.excess[0][0]
         else:
-            # s or 1, as 1 + open (s - 1): one `where` per tensor takes ten times as long as these calls. It needs one
-            # more copy of the scales for a moment, at a time when the activations are gone.
-            factors = torch._foreach_sub(scales, 1.0)
-            torch._foreach_mul_(factors, gate_open.float())
-            torch._foreach_add_(factors, 1.0)
-            torch._foreach_mul_(list(found.values()), factors)
-        self._scaled_steps = self._scaled_steps + gate_open.float()
+            return None
+        one = gradients.constant(1.0, excess.device)
+        return one + excess if gate_open is None else torch.addcmul(one, excess, gate_open)
 
     def observe_norm(self, total_norm: Tensor) -> None:
         """Use this L2 norm of all gradients for the next step's Δ: what `clip_grad_norm_` returns, before clipping.
 
         Clipped gradients have a nearly constant norm, so that Δ of them would call every step calm.
         """
-        self._observed = total_norm.detach().float().square()
+        norm = total_norm.detach().float().square()
+        self._gate.observed = norm.to(self._parameters()[0].device)
+
+    @property
+    def refresh_due(self) -> bool:
+        """Whether `refresh` should be called at the coming step, by `refresh_every` and `first_refresh`.
+
+        True until `refresh` has measured: a batch too short for it postpones it.
+        """
+        measures = self.active and self.static_scale is None
+        return measures and self._next_refresh is not None and self._steps >= self._next_refresh
 
     @torch.no_grad()
     def refresh(
-        self, model: torch.nn.Module, loss_fn: LossFn, inputs: Any, targets: Any, *, loss_scale: float | Tensor = 1.0
+        self,
+        model: torch.nn.Module | None = None,
+        loss_fn: LossFn | None = None,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        loss_scale: float | Tensor = 1.0,
     ) -> None:
-        """Measure a new scale on a part of the batch at hand. The coming `step()` does not use it, the ones after do.
+        """Measure a new scale. The coming `step()` does not use it, the ones after do.
 
         Call it on every rank after `backward` and before `step()`, when `.grad` holds the mean gradient of a *full*
-        batch, neither clipped nor multiplied by a loss scale, and under the same autocast as the forward pass. It
-        costs one forward and backward pass over small_batch / ranks samples per sub-batch and one all-reduce of the
-        gradients; while it runs, up to three fp32 copies of the model more. Buffers, `.grad`, the random stream and
-        DDP stay untouched. Does nothing under a static scale or while AGS is inactive.
+        batch, neither clipped nor multiplied by a loss scale, and under the same autocast as the forward pass. The
+        reference "subbatch" costs one forward and backward pass over small_batch / ranks samples per sub-batch and one
+        all-reduce of the gradients, and needs the four arguments; while it runs, up to three fp32 copies of the model
+        more. Buffers, `.grad`, the random stream and DDP stay untouched. The other references cost one small
+        all-reduce, of numbers they have noted before. Does nothing under a static scale or while AGS is inactive.
 
         Args:
             model: Called as `model(inputs)`; DDP and compiled modules are unwrapped.
             loss_fn: Mean loss of `(outputs, targets)`.
             inputs: This rank's batch (or its last micro-batch): a tensor, or tensors in a tuple, list or dict.
             targets: Likewise.
-            loss_scale: Multiplies the sub-batch loss and divides its gradients, against underflow in fp16; pass
-                `scaler.get_scale()`.
+            loss_scale: What GradScaler multiplies the loss by, `scaler.get_scale()`: against underflow in fp16 the
+                sub-batch loss is multiplied by it as well, and what was noted before `unscale_` is divided by it.
         """
-        if not self.active or self.static_scale is not None or self.small_batch is None:
+        if not self.active or self.static_scale is not None:
             return
-        found = self._gradients(scaled_only=True)
-        gradients.refuse_unusual(found.values())
-        world_size = gradients.world_size(self.process_group)
-        # BatchNorm cannot normalise a single sample.
-        batch_per_rank = max(2, math.ceil(self.small_batch / world_size))
-        local_batch = gradients.num_samples(inputs)
-        fits = batch_per_rank < local_batch and batch_per_rank * world_size < self.global_batch
-        if not fits:
-            self._warn_once(
-                f"AGS keeps its scale: {batch_per_rank} samples are no proper part of a rank's batch of {local_batch}; "
-                f"lower small_batch, now {self.small_batch}, or refresh on full batches."
-            )
-        if not found or (world_size == 1 and not fits):
+        parameters = [p for p in self._parameters(scaled_only=True) if p.grad is not None]
+        large_gradients: list[Any] = [p.grad for p in parameters]
+        gradients.refuse_unusual(large_gradients)
+        if not parameters:
             return
+        if self._scales is None or not _same(parameters, self._scales.parameters):
+            self._scales, self._meter.averages = None, None
+        batch = None if model is None or loss_fn is None else SubBatchPass(model, loss_fn, inputs, targets)
+        measured = self._meter.measure(parameters, self.global_batch, self.small_batch, batch, loss_scale)
+        if measured is None:
+            return
+        found, usable = measured
+        if self._scales is None:
+            self._scales = Scales(parameters, self._meter.granularity)
+        excess = torch._foreach_sub(found, 1.0)
+        held = self._scales.excess or [torch.zeros_like(e) for e in excess]
+        self._pending = [torch.where(usable, new, old) for new, old in zip(excess, held, strict=True)]
+        self._next_refresh = self._steps + self.refresh_every if self.refresh_every else None
 
-        def small_gradients() -> Iterator[list[Tensor]]:
-            for _ in range(self.refresh_samples):
-                self._draws += 1
-                own = None
-                if fits:
-                    index = gradients.random_subset(local_batch, batch_per_rank, seed=self.seed + self._draws)
-                    batch = gradients.take(inputs, index), gradients.take(targets, index)
-                    module = gradients.unwrapped(model)
-                    own = gradients.side_gradients(module, loss_fn, *batch, list(found), loss_scale=loss_scale)
-                yield gradients.average_over_ranks(own, list(found), self.process_group)
+    @torch.no_grad()
+    def observe_microbatch(self, num_microbatches: int) -> None:
+        """Note the gradient of the first of a step's micro-batches, for the reference "microbatch".
 
-        s_max = math.sqrt(self.global_batch / (batch_per_rank * world_size))
-        s_min = 1 / s_max if self.s_min is None else self.s_min
-        measured = gradients.measured_scales(
-            list(found.values()), small_gradients(), self.granularity, self.eps, s_min, s_max, self.printed_ratio
-        )
-        # An overflow voids the measurement, on all ranks alike, since all see the same averages.
-        scales = zip(found, measured.scales, strict=True)
-        self._pending = {p: torch.where(measured.finite, scale, self._scales.get(p, 1.0)) for p, scale in scales}
+        Call it after that micro-batch's `backward`, when `.grad` holds nothing else: its loss divided by
+        `num_microbatches`, as all their losses are, so that `.grad` ends up as the mean. `small_batch` is the number
+        of samples of this gradient: those of one rank under DDP's `no_sync`, of all ranks without it. Costs nothing
+        where `refresh_every` is given and no refresh is due; with "element" an all-reduce of the model's size.
+        """
+        if self._meter.reference != "microbatch":
+            raise ValueError(f"TulaOptimizer has the reference {self._meter.reference!r}; make it with 'microbatch'.")
+        if self._notes():
+            parameters = [p for p in self._parameters(scaled_only=True) if p.grad is not None]
+            self._meter.note_microbatch(parameters, num_microbatches)
+
+    def watch(
+        self,
+        model: torch.nn.parallel.DistributedDataParallel,
+        hook: Callable[[Any, Any], Any] | None = None,
+        state: Any = None,
+    ) -> None:
+        """Note each rank's gradient norms from now on, before DDP averages the ranks, for the reference "local".
+
+        Call it once, before the first backward pass: it registers DDP's communication hook. `hook` (with its `state`)
+        then does the averaging, DDP's own all-reduce if None. Costs one norm of each gradient in the steps that a
+        refresh is due in, or in all if `refresh_every` is None.
+        """
+        if self._meter.reference != "local":
+            raise ValueError(f"TulaOptimizer has the reference {self._meter.reference!r}; make it with 'local'.")
+        self._meter.watch(model, hook, state, self._notes)
+
+    def _notes(self) -> bool:
+        """Whether small gradients are worth noting at the coming step."""
+        return self.active and (self.refresh_every is None or self.refresh_due)
 
     @property
     def active(self) -> bool:
         """Whether gradients are watched and may be scaled."""
-        return self.static_scale is not None or (self.small_batch is not None and self.global_batch > self.small_batch)
+        if self.static_scale is not None:
+            return True
+        return self.global_batch > self._meter.reference_batch(self.global_batch, self.small_batch)
 
     def set_batch(self, global_batch: int) -> None:
         """Go on with another global batch: the last norm and the scale belong to the old one and are dropped."""
@@ -275,38 +329,40 @@ class TulaOptimizer(torch.optim.Optimizer):
             self._forget()
             self._warn_unless_useful()
 
-    def statistics(self) -> dict[str, float]:
-        """Numbers for a log. The only method that waits for the device: call it every so many steps.
+    @property
+    def variability(self) -> Tensor | None:
+        """Δ of the last step, a tensor of shape () on the device, to be kept and read later; None before it is known
+        and where no norm is taken (gate "off" without `observe_norm`). Infinite at the first step."""
+        return self._gate.variability
 
-        `gradient_variability` is Δ of the last step (infinite at the first, NaN before it) and `norm` its gradient
-        norm; `scaled_fraction` is the share of all steps whose gradients were scaled; `mean_scale` is the mean over
-        all elements of the scale now held, which acts while the gate is open (1 before the first `refresh`).
+    def statistics(self) -> dict[str, float]:
+        """Finite numbers for a log. The only method that waits for the device: call it every so many steps.
+
+        `gradient_variability` is Δ of the last step and `norm` its gradient norm (or their moving averages), left out
+        while they are not known: before the second step, and where the gate is "off" and nobody calls `observe_norm`.
+        `scaled_fraction` is the share of all steps whose gradients were scaled; `mean_scale` is the mean over all
+        elements of the scale now held, which acts while the gate is open (1 before the first `refresh`).
         """
-        held = [(self._scales[p].mean() * p.numel(), p.numel()) for p in self._parameters(True) if p in self._scales]
-        mean_scale: Tensor | float = 1.0 if self.static_scale is None else self.static_scale
-        if held:
-            mean_scale = torch.stack([total for total, _ in held]).sum() / sum(count for _, count in held)
+        mean_scale: Tensor | float = 1.0 if self._scales is None else self._scales.mean()
         values = {
-            "gradient_variability": math.nan if self._variability is None else self._variability,
+            "gradient_variability": self._gate.variability,
             "scaled_fraction": self._scaled_steps / max(1, self._steps),
-            "mean_scale": mean_scale,
-            "norm": math.nan if self._squared_norm is None else self._squared_norm.sqrt(),
+            "mean_scale": mean_scale if self.static_scale is None else self.static_scale,
+            "norm": None if self._gate.squared_norm is None else self._gate.squared_norm.sqrt(),
         }
-        return {name: float(value) for name, value in values.items()}
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        return {name: value for name, value in known.items() if math.isfinite(value)}
 
     def state_bytes(self) -> int:
-        """Bytes AGS holds now besides the inner optimizer; with "element", one fp32 copy of the model."""
-        held = [*self._scales.values(), *(self._pending or {}).values(), self._squared_norm, self._variability]
+        """Bytes AGS holds now besides the inner optimizer.
+
+        "element": one fp32 copy of the model, with `scale_smoothing` three. Coarser: 8 bytes for each element of the
+        tensors of up to 65,536 elements ("global": none) and a few for each tensor or channel.
+        """
+        held = [*(self._pending or []), *self._meter.tensors(), self._gate.squared_norm, self._gate.variability]
+        held += [] if self._scales is None else self._scales.tensors()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t is not None}
         return sum(storages.values())
-
-    param_groups = _forwarded("param_groups")
-    state = _forwarded("state")
-    defaults = _forwarded("defaults")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; it stays unscaled until the next `refresh`."""
@@ -315,135 +371,117 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return (
-            f"TulaOptimizer(global_batch={self.global_batch}, small_batch={self.small_batch}, "
-            f"granularity={self.granularity}, gate={self.gate}, static_scale={self.static_scale}) of {self.optimizer!r}"
+            f"TulaOptimizer(global_batch={self.global_batch}, small_batch={self.small_batch}, granularity="
+            f"{self._meter.granularity}, gate={self._gate.kind}, static_scale={self.static_scale}) "
+            f"of {self.optimizer!r}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """{"inner": the inner optimizer's state, "ags": ours}: tensors and plain values only."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        position = {p: i for i, p in enumerate(self._parameters())}
-        ags = {
-            "version": 1,
-            "global_batch": self.global_batch,
-            "small_batch": self.small_batch,
-            "granularity": self.granularity,
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "version": 2,
+            **self._geometry(),
             "steps": self._steps,
-            "draws": self._draws,
+            "draws": self._meter.draws,
             "scaled_steps": self._scaled_steps,
-            "squared_norm": self._squared_norm,
-            "variability": self._variability,
-            "scales": {position[p]: scale for p, scale in self._scales.items()},
-            "pending": None if self._pending is None else {position[p]: s for p, s in self._pending.items()},
+            "squared_norm": self._gate.squared_norm,
+            "variability": self._gate.variability,
+            "next_refresh": self._next_refresh,
+            "scales": self._by_position(self._scales.excess if self._scales else None),
+            "pending": self._by_position(self._pending),
+            "averages": self._meter.averages,
         }
-        state: dict[str, Any] = {"inner": self.optimizer.state_dict(), "ags": ags}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state = post_hook(self, state) or state
-        return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a plain state of the inner optimizer (with a warning).
+    def _by_position(self, excess: list[Tensor] | None) -> dict[int, Tensor] | None:
+        """The scale of each parameter, by its place in the groups."""
+        if self._scales is None or excess is None:
+            return None
+        position = {p: i for i, p in enumerate(self._parameters())}
+        places = [position[p] for p in self._scales.parameters]
+        return dict(zip(places, self._scales.each_scale(excess), strict=True))
 
-        The norm and the scale are dropped if they were measured at another batch geometry or granularity.
-        """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        if "inner" in state_dict and "ags" in state_dict:
-            self.optimizer.load_state_dict(state_dict["inner"])
-            self._load(state_dict["ags"])
-        elif "param_groups" in state_dict:
-            warnings.warn(
-                "This is the state of a plain optimizer: TulaOptimizer starts without a scale, until the next refresh.",
-                stacklevel=2,
-            )
-            self.optimizer.load_state_dict(state_dict)
-            self._forget()
-        else:
-            raise ValueError(
-                f"TulaOptimizer.load_state_dict got the keys {sorted(state_dict)}, but needs 'inner' and 'ags', or the "
-                "'state' and 'param_groups' of the inner optimizer; pass what state_dict() returned."
-            )
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+    def _geometry(self) -> dict[str, Any]:
+        """Settings that a measured scale belongs to: a state saved under others gives up its scale."""
+        meter = self._meter
+        kept = {key: getattr(meter, key) for key in ("granularity", "reference", "exponent")}
+        return {"global_batch": self.global_batch, "small_batch": self.small_batch, **kept}
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        if saved["version"] != 1:
-            raise ValueError(f"The AGS state has version {saved['version']}, but this code reads version 1 only.")
+    def _load_own_state(self, saved: dict[str, Any]) -> None:
+        """Norm and scales are dropped if they were measured at another batch geometry or granularity."""
+        if saved["version"] != 2:
+            raise ValueError(f"The AGS state has version {saved['version']}, but this code reads version 2 only.")
         parameters = self._parameters()
         self._forget()
-        self._steps, self._draws = saved["steps"], saved["draws"]
+        self._steps, self._meter.draws = saved["steps"], saved["draws"]
         self._scaled_steps = float(saved["scaled_steps"])
-        if any(saved[key] != getattr(self, key) for key in ("global_batch", "small_batch", "granularity")):
+        if self.refresh_every is not None and saved["next_refresh"] is not None:
+            self._next_refresh = min(saved["next_refresh"], self._steps + self.refresh_every)
+        if any(saved[key] != value for key, value in self._geometry().items()):
             return
+        device = parameters[0].device
 
         def loaded(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {parameters[i]: loaded(scale) for i, scale in value.items()}
-            return None if value is None else value.to(parameters[0].device, copy=True)
+            return None if value is None else value.to(device, copy=True)
 
-        self._squared_norm, self._variability = loaded(saved["squared_norm"]), loaded(saved["variability"])
-        self._scales, self._pending = loaded(saved["scales"]), loaded(saved["pending"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
-            raise TypeError("A TulaOptimizer with a process_group of its own cannot be copied; copy its state_dict().")
-        # Like torch's own optimizers, a copy has no hooks; "step" is there when a scheduler has patched this instance.
-        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
+        self._gate.squared_norm, self._gate.variability = loaded(saved["squared_norm"]), loaded(saved["variability"])
+        known = saved["scales"] or saved["pending"]
+        if known:
+            self._scales = Scales([parameters[i] for i in known], self._meter.granularity)
+            held, pending = (
+                self._scales.excess_of([loaded(scale) for scale in named.values()]) if named else None
+                for named in (saved["scales"], saved["pending"])
+            )
+            self._pending = pending
+            if held is not None:
+                self._scales.hold(held)
+        if saved["averages"] is not None:
+            small, large = ([loaded(square) for square in squares] for squares in saved["averages"])
+            self._meter.averages = small, large
 
     def _forget(self) -> None:
         """Drop what was measured; the next step counts as the first."""
-        self._scales, self._pending = {}, None
-        self._squared_norm = self._variability = self._observed = None
+        self._scales = self._pending = None
+        self._gate.forget()
+        self._meter.forget()
 
-    def _parameters(self, scaled_only: bool = False) -> list[Tensor]:
-        """All parameters in the order of the groups; `scaled_only` leaves out groups with `ags=False`."""
-        groups = [g for g in self.param_groups if g.get("ags", True) or not scaled_only]
-        return [p for group in groups for p in group["params"]]
-
-    def _gradients(self, scaled_only: bool = False) -> dict[Tensor, Tensor]:
-        """The parameters that have a gradient, with it; each once, even if it was given twice."""
-        return {p: p.grad for p in self._parameters(scaled_only) if p.grad is not None}
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+    def _gradients(self) -> list[Tensor]:
+        """All gradients at hand."""
+        found: list[Any] = [p.grad for p in self._parameters()]
+        if any(grad is None for grad in found):
+            found = [grad for grad in found if grad is not None]
+        if not self._checked:
+            gradients.refuse_unusual(found)
+            self._checked = bool(found)
+        return found
 
     def _warn_unless_useful(self) -> None:
         name = type(self.optimizer).__name__
         if not self.active:
-            self._warn_once(
+            self._notices.say(
                 f"AGS is inactive: global_batch {self.global_batch} does not exceed small_batch {self.small_batch}, so "
                 "there is no large batch to correct."
             )
         elif "sgd" not in name.lower():
-            self._warn_once(
+            self._notices.say(
                 f"{name} is not known as an SGD: an optimizer that divides by the size of the gradient, like Adam or "
                 "LARS, divides the scale of AGS out again."
             )
 
 
+def _same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(a is b for a, b in zip(these, those, strict=True))
+
+
 def _setting_problems(optimizer: TulaOptimizer) -> list[str]:
     """One sentence per bad argument."""
-    given = {name: value for name, value in vars(optimizer).items() if value is not None}
     problems = []
-    for name in ("global_batch", "small_batch", "refresh_samples"):
-        if given.get(name, 1) < 1:
-            problems.append(f"{name} is {given[name]}, but must be at least 1.")
-    for name in ("delta_threshold", "eps", "static_scale"):
-        if given.get(name, 1) <= 0:
-            problems.append(f"{name} is {given[name]}, but must exceed 0; leave it out for the usual value.")
-    for name, choices in {"granularity": get_args(Granularity), "gate": get_args(Gate)}.items():
-        if given[name] not in choices:
-            problems.append(f"{name} is {given[name]!r}; choose one of {', '.join(choices)}.")
-    if not 0 <= given.get("s_min", 0) <= 1:
-        problems.append(f"s_min is {given['s_min']}, but must lie in [0, 1]; None means 1 / s_max.")
-    if "small_batch" not in given and "static_scale" not in given:
+    for name in ("global_batch", "small_batch", "refresh_every"):
+        value = getattr(optimizer, name)
+        if value is not None and value < 1:
+            problems.append(f"{name} is {value}, but must be at least 1.")
+    if optimizer.static_scale is not None and optimizer.static_scale <= 0:
+        problems.append(f"static_scale is {optimizer.static_scale}, but must exceed 0; 1 changes nothing.")
+    if optimizer.small_batch is None and optimizer.static_scale is None and optimizer._meter.reference != "local":
         problems.append("small_batch is missing; give the batch the learning rate was tuned for, or a static_scale.")
-    if optimizer.printed_ratio and (optimizer.granularity != "element" or optimizer.refresh_samples > 1):
-        problems.append("printed_ratio needs granularity element and refresh_samples 1; set both or leave it out.")
     if isinstance(optimizer.optimizer, torch.optim.LBFGS):
         problems.append("LBFGS evaluates many gradients in one step, there is none to scale; use SGD.")
     return problems

@@ -139,10 +139,9 @@ def train(
                 _now(device)
                 pace.step(waited_s)
                 pace.stop()
-            if (
-                isinstance(optimizer, TulaOptimizer)
-                and last_full_batch
-                and (epoch + 1) % settings.method.refresh_epochs == 0
+            due = last_full_batch and (epoch + 1) % settings.method.refresh_epochs == 0
+            if isinstance(optimizer, TulaOptimizer) and (
+                due if optimizer.refresh_every is None else optimizer.refresh_due
             ):
                 with autocast(hyper.precision, device):
                     optimizer.refresh(model, loss_fn, inputs, targets)
@@ -239,6 +238,11 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
         gate=method.gate.value,
         s_min=method.scale_floor,
         refresh_samples=method.refresh_samples,
+        refresh_every=method.refresh_steps,
+        scale_smoothing=method.scale_smoothing,
+        delta_smoothing=method.delta_smoothing,
+        exponent=method.exponent,
+        s_max=method.scale_cap,
     )
 
 

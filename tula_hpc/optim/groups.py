@@ -1,0 +1,45 @@
+"""Parameter groups that keep some parameters out of adaptive gradient scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+
+def scaled_and_unscaled(
+    model: torch.nn.Module, unscaled: Iterable[str | type[torch.nn.Module]]
+) -> list[dict[str, Any]]:
+    """Two groups for any optimizer, the second with `ags=False`, which TulaOptimizer never scales.
+
+        SGD(scaled_and_unscaled(model, ["*.bias", torch.nn.BatchNorm2d, torch.nn.Embedding]), lr=0.1)
+
+    Args:
+        model: Parameters that need no gradient are left out.
+        unscaled: Patterns of parameter names, with * and ?, and classes of modules that hold the parameters themselves.
+
+    Raises:
+        ValueError: If an entry of `unscaled` fits no parameter: most likely a misspelt one.
+    """
+    entries = list(unscaled)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "ags": False}]
+    used = set()
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            fitting = [
+                entry
+                for entry in entries
+                if (fnmatchcase(name, entry) if isinstance(entry, str) else isinstance(module, entry))
+            ]
+            used.update(fitting)
+            groups[bool(fitting)]["params"].append(parameter)
+    for entry in entries:
+        if entry not in used:
+            raise ValueError(f"unscaled has {entry!r}, which fits no parameter of the model; see named_parameters().")
+    return [group for group in groups if group["params"]]
