@@ -25,7 +25,8 @@ TRUTH = {
     "lambda": 0.002,
     "kappa": 0.0,
     "c_r": 0.0,
-    "gamma": 3.0,
+    "before_sync": 0.35,
+    "after_backward": 0.08,
 }
 PRICE = NodeHourPrice(2.0)
 FREE = Limits()

@@ -477,7 +477,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         (quantity(0.0908, "s"), "90.8 ms"),
         (quantity(3.2e-6, "s/sample"), "3.2 µs/sample"),
         (quantity(0.0, "s/GPU"), "0 ms/GPU"),
-        (quantity(2.97, "1"), "2.97"),
+        (quantity(0.353, "of computation"), "0.353 of computation"),
         (quantity(None, "s"), "not finite"),
         (money(1814.0149, "$"), "$1,814.01"),
         (money(0.0089, "€"), "€0.0089"),

@@ -33,11 +33,12 @@ STEP_TIME_MEANINGS = {
     "lambda": "more synchronisation for each node beyond two",
     "kappa": "more synchronisation for each GPU of a node beyond one",
     "c_r": "synchronisation inside one node",
-    "gamma": "1: synchronisation hides behind nothing; 10: nearly all of it behind computation",
+    "before_sync": "computation before synchronisation can begin: forward and until the first gradients are complete",
+    "after_backward": "synchronisation that is left when computation has ended: the last gradients",
 }
 """Parameters of the step-time models in words."""
 STEP_TIME_FORMULAS = {
-    "overlap": "step = (computation^gamma + synchronisation^gamma)^(1/gamma)",
+    "overlap": "step = computation + synchronisation − the smaller of what could hide and what could be hidden",
     "additive": "step = alpha + beta × batch a rank + synchronisation",
 }
 
@@ -112,8 +113,8 @@ def quantity(value: float | None, unit: str) -> str:
     """A parameter with its unit; times in the size people use."""
     if value is None:
         return "not finite"
-    if unit == "1":
-        return f"{value:.3g}"
+    if unit.startswith("of "):
+        return f"{value:.3g} {unit}"
     size, short = (1e6, "µs") if 0 < value < 1e-4 else (1e3, "ms") if value < 1 else (1.0, "s")
     return f"{size * value:.3g} {short}{unit.removeprefix('s')}"
 

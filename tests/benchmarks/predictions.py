@@ -3,7 +3,8 @@
     python -m tests.benchmarks.predictions --traces FOLDER
 
 Data sets are the CSV files of the Sia artifact (SOSP'23) in FOLDER, `<model>-{scalability,placements}-aws.csv`, split
-by GPUs per node and by whether one node belongs to the grid, and the run records in tests/data. Fits see
+by GPUs per node and by whether one node belongs to the grid, and the records in tests/data: points of whole runs, and
+tables of step times, a source for each model. Fits see
 
     corners     what search=partial measures
     adaptive    what search=adaptive measures for each objective; predictions of the overlap form corrected nearby
@@ -12,15 +13,18 @@ by GPUs per node and by whether one node belongs to the grid, and the run record
     left out    nine tenths of the configurations; the errors are of the others, ten times
 
 Errors are |predicted - measured| / measured over the points not in the fit. Regret is the measured training time of the
-configuration that the predictions choose over that of the one that the measurements choose, less 1; for the knee its
-size, since a knee too far up the curve is faster and as wrong. But for adaptive, regrets are of the form alone: the
-command chooses by predictions that what was measured corrects. Over all, each source counts alike: means over its data
-sets, then over sources. Variants of the overlap form are judged by leaving out each source in turn.
+configuration that the predictions choose over that of the one that the measurements choose, less 1; for cost, node-time
+in the place of time; for the knee its size, since a knee too far up the curve is faster and as wrong. But for adaptive,
+regrets are of the form alone: the command chooses by predictions that what was measured corrects. Over all, each source
+counts alike: means over its data sets, then over sources. Variants of the overlap form are judged by leaving out each
+source in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +36,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from tests.benchmarks.adaptdl import fit_adaptdl
 from tula_hpc.candidates import Candidate
 from tula_hpc.models import step_forms, step_time
 from tula_hpc.models.adaptive import next_points
@@ -47,6 +52,8 @@ KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 TRAIN_SAMPLES = 1_281_167
 TOLERANCE = 0.02
 MODES = ("corners", "corners+2", "all", "left out")
+OBJECTIVES = ("time", "cost", "knee")
+NUMBERS = ["median", "p90", "max", *OBJECTIVES]
 RECORDS = Path(__file__).parents[1] / "data"
 
 Predict = Callable[[pd.DataFrame], Array]
@@ -77,8 +84,18 @@ def data_sets(traces: Path | None) -> Iterator[DataSet]:
         yield DataSet(model, "g=1..4, N>=1", table)
     for fit in sorted(RECORDS.glob("*/fit.json")):
         table = pd.DataFrame(read_json(fit)["points"])
-        for fewest in (1, 2):
-            yield DataSet(fit.parent.name, f"N>={fewest}", table.loc[table["num_nodes"] >= fewest])
+        yield from _by_fewest(fit.parent.name, table)
+    for record in sorted(RECORDS.glob("step-times/*.csv")):
+        for model, rows in pd.read_csv(record).groupby("model"):
+            yield from _by_fewest(f"{record.stem}-{model}", rows.reset_index(drop=True))
+
+
+def _by_fewest(source: str, table: pd.DataFrame) -> Iterator[DataSet]:
+    """From one node on and from two, where that leaves two numbers of nodes."""
+    for fewest in (1, 2):
+        rows = table.loc[table["num_nodes"] >= fewest]
+        if rows["num_nodes"].nunique() > 1:
+            yield DataSet(source, f"N>={fewest}", rows)
 
 
 def read_trace(folder: Path, model: str) -> pd.DataFrame:
@@ -153,7 +170,7 @@ def adaptive_scores(sets: list[DataSet]) -> pd.DataFrame:
     for data in sets:
         step_s = data.table["step_time_s"].to_numpy()
         node_time = step_s * (data.table["num_nodes"] * data.table["gpus_per_node"]).to_numpy()
-        for objective in ("time", "cost", "knee"):
+        for objective in OBJECTIVES:
             search = search_adaptively(data.table, objective)
             truth = search.table.assign(
                 train_time_s=search.table["train_time_s"] / search.table["step_time_s"] * step_s
@@ -171,17 +188,18 @@ def adaptive_scores(sets: list[DataSet]) -> pd.DataFrame:
     return pd.DataFrame(found, columns=["source", "name", "objective", *names])
 
 
-def regrets(predict: Predict, table: pd.DataFrame) -> tuple[float, float]:
-    """Regret of the choice by time and by knee."""
+def regrets(predict: Predict, table: pd.DataFrame) -> tuple[float, ...]:
+    """Regret of the choice by each of OBJECTIVES."""
     measured = table.set_index(KEYS)["step_time_s"]
     truth = _choices(lambda rows: measured.loc[list(rows[KEYS].itertuples(index=False, name=None))].to_numpy(), table)
     chosen = _choices(predict, table)
 
-    def train_time(c: Candidate) -> float:
-        return c.steps_per_epoch(TRAIN_SAMPLES) * float(measured[(c.num_nodes, c.gpus_per_node, c.batch_per_rank)])
+    def value(c: Candidate, objective: str) -> float:
+        step_time_s = float(measured[(c.num_nodes, c.gpus_per_node, c.batch_per_rank)])
+        return c.steps_per_epoch(TRAIN_SAMPLES) * step_time_s * (c.num_nodes if objective == "cost" else 1)
 
-    by_time, by_knee = (train_time(ours) / train_time(best) - 1 for ours, best in zip(chosen, truth, strict=True))
-    return by_time, abs(by_knee)
+    pairs = zip(chosen, truth, OBJECTIVES, strict=True)
+    return tuple(abs(value(ours, objective) / value(best, objective) - 1) for ours, best, objective in pairs)
 
 
 def _choices(predict: Predict, table: pd.DataFrame) -> list[Candidate]:
@@ -194,7 +212,7 @@ def _choices(predict: Predict, table: pd.DataFrame) -> list[Candidate]:
     grid = [Candidate(int(n), int(b), int(g)) for n, g, b in table[KEYS].to_numpy()]
     nothing = table[[*KEYS, "step_time_s"]].iloc[:0]
     rows = candidate_table(grid, fit, None, NodeHourPrice(1.0), TRAIN_SAMPLES, 1, None, 1.0, [], nothing)  # type: ignore[arg-type]
-    return [select(rows, objective, 0.0).candidate for objective in ("time", "knee")]
+    return [select(rows, objective, 0.0).candidate for objective in OBJECTIVES]
 
 
 def proportional(table: pd.DataFrame) -> Predict:
@@ -205,6 +223,11 @@ def proportional(table: pd.DataFrame) -> Predict:
     return lambda rows: (
         beta * rows["batch_per_rank"].to_numpy() + s * (1 - 1 / (rows["num_nodes"] * rows["gpus_per_node"]).to_numpy())
     )
+
+
+def adaptdl(table: pd.DataFrame) -> Predict:
+    """AdaptDL's form and fit as published."""
+    return fit_adaptdl(step_time._clean(table)[0])
 
 
 def overlap(table: pd.DataFrame) -> Predict:
@@ -218,7 +241,7 @@ def forms() -> dict[str, Fit]:
         f"additive, {c.value}": partial(lambda c, table: fit_step_time(table, "additive", c).predict, c)
         for c in Collective
     }
-    return {"proportional": proportional, **additive, "overlap": overlap}
+    return {"proportional": proportional, **additive, "AdaptDL": adaptdl, "overlap": overlap}
 
 
 def variants() -> dict[str, Fit]:
@@ -231,16 +254,39 @@ def variants() -> dict[str, Fit]:
             free = sorted({*free, step_forms.ALPHA} - {step_forms.T0})
         return free, names, notes
 
+    def usual(before_sync: float, after_backward: float, *spreads: float) -> dict[str, object]:
+        shares = step_forms.BEFORE_SYNC, step_forms.AFTER_BACKWARD
+        typical = dict(zip(shares, (before_sync, after_backward), strict=True))
+        return {"TYPICAL_SHARES": typical, "SHARE_SPREADS": dict(zip(shares, spreads, strict=True))}
+
+    def squared(errors: Array) -> tuple[float, Array]:
+        return float(np.sum((errors / step_forms.STEP_NOISE) ** 2)), 2 * errors / step_forms.STEP_NOISE**2
+
+    before, after = step_forms.TYPICAL_SHARES.values()
+    spreads = tuple(step_forms.SHARE_SPREADS.values())
     changes = {
-        "as it is": {"TYPICAL_GAMMA": step_forms.TYPICAL_GAMMA},
-        "no pull on gamma": {"GAMMA_SPREAD": 1e6},
-        "gamma 1 is usual": {"TYPICAL_GAMMA": 1.0},
-        "gamma 4 is usual": {"TYPICAL_GAMMA": 4.0},
-        "gamma always 3": {"GAMMA_SPREAD": 1e-9},
-        "squared errors": {"_misfit": lambda e: np.sum((e / step_forms.STEP_NOISE) ** 2, axis=-1)},
-        "noise 5 %": {"STEP_NOISE": 0.05},
-        "no floor": {"_told_apart": partial(intercept, False)},
+        "as it is": {"SHARPNESS": step_forms.SHARPNESS},
+        "sharpness 4": {"SHARPNESS": 4.0},
+        "sharpness 10": {"SHARPNESS": 10.0},
+        "before_sync 0.25 is usual": usual(0.25, after, *spreads),
+        "before_sync 0.45 is usual": usual(0.45, after, *spreads),
+        "after_backward 0.05 is usual": usual(before, 0.05, *spreads),
+        "after_backward 0.12 is usual": usual(before, 0.12, *spreads),
+        "after_backward 0.2 is usual": usual(before, 0.2, *spreads),
+        "hides all but the larger": usual(1e-2, 1e-6, 1e-9, 1e-9),
+        "hides nothing": usual(1 - 1e-6, 0.5, 1e-9, 1e-9),
+        "half the pull on the shares": usual(before, after, *(2 * each for each in spreads)),
+        "twice the pull on the shares": usual(before, after, *(each / 2 for each in spreads)),
+        "no pull on the shares": usual(before, after, 1e6, 1e6),
+        "all-reduce not used": {"ALLREDUCE_WEIGHT": 0.0},
+        "all-reduce a third as heavy": {"ALLREDUCE_WEIGHT": 1.0},
+        "all-reduce never set aside": {"_bounded_misfit": step_forms._misfit},
+        "floor with power 1 (none)": {"_told_apart": partial(intercept, False)},
+        "floor with power 3": {"FLOOR_POWER": 3.0},
+        "floor with power 4": {"FLOOR_POWER": 4.0},
         "intercept from two batches": {"_told_apart": partial(intercept, True)},
+        "squared errors": {"_misfit": squared},
+        "noise 5 %": {"STEP_NOISE": 0.05},
         "no growth with N": {"_growth": np.zeros_like},
         "growth with log N": {"_growth": lambda nodes: np.log2(np.maximum(nodes, 2) / 2)},
         "growth with 1 - 1/N": {"_growth": lambda nodes: np.where(nodes > 1, 1 - 2 / nodes, 0.0)},
@@ -270,7 +316,7 @@ def folds(mode: str, table: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, pd.Dat
 
 
 def scores(fit: Fit, sets: list[DataSet], modes: tuple[str, ...], with_regret: bool = True) -> pd.DataFrame:
-    """One row per data set and mode: median and 90th percentile error and the regrets, in percent."""
+    """One row per data set and mode: median, 90th percentile and largest error and the regrets, in percent."""
     rows = []
     for data in sets:
         for mode in modes:
@@ -278,16 +324,15 @@ def scores(fit: Fit, sets: list[DataSet], modes: tuple[str, ...], with_regret: b
             errors = np.concatenate(
                 [np.abs(p(judged) / judged["step_time_s"].to_numpy() - 1) for p, _, judged in pairs]
             )
-            by = regrets(pairs[0][0], data.table) if with_regret and mode != "left out" else (np.nan, np.nan)
-            numbers = 100 * np.array([np.median(errors), np.quantile(errors, 0.9), *by])
+            by = regrets(pairs[0][0], data.table) if with_regret and mode != "left out" else [np.nan] * 3
+            numbers = 100 * np.array([np.median(errors), np.quantile(errors, 0.9), errors.max(), *by])
             rows.append((data.source, data.name, mode, *numbers))
-    return pd.DataFrame(rows, columns=["source", "name", "mode", "median", "p90", "time", "knee"])
+    return pd.DataFrame(rows, columns=["source", "name", "mode", *NUMBERS])
 
 
 def over_all(found: pd.DataFrame) -> pd.DataFrame:
     """Means over the data sets of a source, then over sources."""
-    numbers = ["median", "p90", "time", "knee"]
-    by_source = found.groupby(["mode", "source"], sort=False)[numbers].mean()
+    by_source = found.groupby(["mode", "source"], sort=False)[NUMBERS].mean()
     return by_source.groupby("mode", sort=False).mean()
 
 
@@ -323,9 +368,52 @@ def knee_under_noise(sets: list[DataSet], noise: float = 0.05, draws: int = 40) 
             times = measured.loc[list(table[KEYS].itertuples(index=False, name=None))].to_numpy()
             return times * np.exp(noise * random.standard_normal(len(table)))
 
-        found = [100 * regrets(noisy, data.table)[1] for _ in range(draws)]
+        found = [100 * regrets(noisy, data.table)[OBJECTIVES.index("knee")] for _ in range(draws)]
         rows.append((data.source, data.name, np.mean(found), max(found)))
     return pd.DataFrame(rows, columns=["source", "name", "mean", "max"])
+
+
+def against_targets(found: pd.DataFrame, covered: pd.DataFrame) -> pd.DataFrame:
+    """What is reached of each target, from the scores and the coverage of one form; means over sources."""
+    gpu = found.loc[found["source"].str.startswith("h100")]
+    one_gpu = found.loc[found["name"].isin(["g=1, N>=1", "g=1, N>=2"])]
+    none_beyond = gpu.loc[gpu["mode"].isin(["corners", "all"]), ["mode", "max"]].groupby("mode")["max"].max()
+    full, partial_search = (over_all(gpu).loc[mode, "median"] for mode in ("all", "corners"))
+    traces = over_all(one_gpu).loc["corners"]
+    rows = [
+        ("H100, full search: median error", full, "<= 1"),
+        ("H100, partial search: median error", partial_search, "<= 2.5"),
+        ("H100, full search: largest error", none_beyond["all"], "<= 10"),
+        ("H100, partial search: largest error", none_beyond["corners"], "<= 10"),
+        ("traces, one GPU per node, from four corners: median", traces["median"], "<= 4.5"),
+        ("traces, one GPU per node, from four corners: p90", traces["p90"], "<= 12"),
+        ("90 % interval holds: from corners", covered.loc["corners", "inside"], "85-95"),
+        ("90 % interval holds: from corners+2", covered.loc["corners+2", "inside"], "85-95"),
+        ("90 % interval holds: left out", covered.loc["left out", "inside"], "85-95"),
+        *(
+            (f"regret of {objective}, {mode}", over_all(found).loc[mode, objective], "<= 2")
+            for objective in OBJECTIVES
+            for mode in ("corners", "all")
+        ),
+        ("fit to 200 points with its left-out errors, ms", 1e3 * fit_seconds(), "< 50"),
+    ]
+    return pd.DataFrame(rows, columns=["% unless said", "reached", "target"]).set_index("% unless said")
+
+
+def fit_seconds(points: int = 200, times: int = 5) -> float:
+    """Median seconds of a fit to a noisy grid of ten numbers of nodes."""
+    table = pd.DataFrame([(n, 1, 8 * (b + 1)) for n in range(1, 11) for b in range(points // 10)], columns=KEYS)
+    compute = 0.02 + 0.001 * table["batch_per_rank"]
+    sync = np.where(table["num_nodes"] > 1, 0.05 + 0.01 * table["num_nodes"], 0.0)
+    noise = np.exp(0.03 * np.random.default_rng(0).standard_normal((2, len(table))))
+    step_s = (compute + sync - np.minimum(0.65 * compute, 0.9 * sync)) * noise[0]
+    table = table.assign(step_time_s=step_s, compute_time_s=compute * noise[1])
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        fit_step_time(table)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def chosen_without(source: str, judged: dict[str, pd.DataFrame]) -> str:
@@ -343,19 +431,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How well unseen step times are predicted")
     parser.add_argument("--traces", type=Path, help="folder of the CSV files of the Sia artifact")
     sets = list(data_sets(parser.parse_args().traces))
-    pd.set_option("display.width", 120, "display.max_rows", 200, "display.float_format", "{:.1f}".format)
-    for name, fit in forms().items():
-        found = scores(fit, sets, MODES)
-        print(f"{name}: error %, regret % of time and knee, over all", over_all(found), sep="\n", end="\n\n")
-        if name == "overlap":
-            wide = found.pivot(index=["source", "name"], columns="mode", values=["median", "p90", "time", "knee"])
-            for number, title in (
-                ("median", "median error"),
-                ("p90", "p90 error"),
-                ("time", "regret of time"),
-                ("knee", "of knee"),
-            ):
-                print(f"overlap, each data set: {title}, %", wide[number][list(MODES)], sep="\n", end="\n\n")
+    pd.set_option(
+        "display.width",
+        120,
+        "display.max_rows",
+        200,
+        "display.max_columns",
+        20,
+        "display.float_format",
+        "{:.1f}".format,
+    )
+    scored = {name: scores(fit, sets, MODES) for name, fit in forms().items()}
+    for name, found in scored.items():
+        print(f"{name}: error %, regret % of time, cost and knee, over all", over_all(found), sep="\n", end="\n\n")
+    wide = scored["overlap"].pivot(index=["source", "name"], columns="mode", values=NUMBERS)
+    for number in NUMBERS:
+        what = f"regret of {number}" if number in OBJECTIVES else f"{number} error"
+        print(f"overlap, each data set: {what}, %", wide[number][list(MODES)], sep="\n", end="\n\n")
     print("regret of the knee with 5 % noise on each time, %", knee_under_noise(sets), sep="\n", end="\n\n")
     adaptive = adaptive_scores(sets)
     numbers = adaptive.columns[3:]
@@ -376,8 +468,10 @@ def main() -> None:
     print("variants of overlap: error % over all", summary, sep="\n", end="\n\n")
     for source in dict.fromkeys(data.source for data in sets):
         print(f"best without {source}: {chosen_without(source, judged)}")
-    for model in ("overlap", "additive"):
-        print(f"\n{model}: unseen runs inside the 90 % interval, %", coverage(model, sets), sep="\n")
+    covered = {model: coverage(model, sets) for model in ("overlap", "additive")}
+    for model, held in covered.items():
+        print(f"\n{model}: unseen runs inside the 90 % interval, %", held, sep="\n")
+    print("\ntargets", against_targets(scored["overlap"], covered["overlap"]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -25,14 +25,27 @@ LEAST_ALPHA = 0.01
 
 STEP_NOISE = 0.1
 """log(predicted / measured) beyond which a run pulls no harder: usual for small batches between nodes."""
-TYPICAL_GAMMA = 3.0
-"""Overlap that is assumed until runs say otherwise: data-parallel training hides all but the peak of the two times."""
-GAMMA_SPREAD = 0.1
-"""log(gamma) this far from the typical one begins to need the support of the runs."""
+ALLREDUCE_NOISE = 0.03
+"""log(T_s / all-reduce measured by itself) beyond which it is of no use: between nodes the two agree to 1-2 %."""
+ALLREDUCE_WEIGHT = 3.0
+"""The most that an all-reduce can weigh, which is what a step 17 % off does."""
+
+SETTLED = 1e-6
+"""Relative change of the loss below which a start is done; the smaller, the longer a fit takes."""
 
 ADDITIVE_NAMES = ("alpha", "beta", "s", "l")
-OVERLAP_NAMES = ("alpha", "beta", "t0", "c_n", "lambda", "kappa", "c_r", "gamma")
-ALPHA, BETA, T0, C_N, LAMBDA, KAPPA, C_R, GAMMA = range(len(OVERLAP_NAMES))
+OVERLAP_NAMES = ("alpha", "beta", "t0", "c_n", "lambda", "kappa", "c_r", "before_sync", "after_backward")
+ALPHA, BETA, T0, C_N, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range(len(OVERLAP_NAMES))
+COMPUTE, SYNC = slice(ALPHA, T0 + 1), slice(C_N, C_R + 1)
+
+TYPICAL_SHARES = {BEFORE_SYNC: 0.35, AFTER_BACKWARD: 0.08}
+"""Assumed until runs say otherwise: a third of computation is the forward pass, and the last bucket is a small one."""
+SHARE_SPREADS = {BEFORE_SYNC: 0.15, AFTER_BACKWARD: 0.25}
+"""log(share) this far from the typical one begins to need the support of the runs."""
+FLOOR_POWER = 2.0
+"""Power of the sum of the least compute time and the line: 1 adds them, infinite takes the larger."""
+SHARPNESS = 6.0
+"""Power of the smooth minimum of what could hide and what could be hidden; infinite: the smaller of the two."""
 
 _ONE_BATCH = "One batch size: half of the compute time was taken as independent of the batch (alpha, t0 not told)."
 
@@ -62,6 +75,8 @@ class Runs:
     """Seconds of its computation; NaN where unknown."""
     accumulation: Array
     """a, batches computed before each synchronisation."""
+    allreduce_s: Array
+    """Seconds of an all-reduce as large as the gradients over the same ranks, by itself; NaN where unknown."""
 
     def take(self, rows: NDArray[np.bool_]) -> Runs:
         """The runs in `rows` only."""
@@ -129,25 +144,37 @@ def fit_additive(runs: Runs, collective: Collective) -> Estimate:
 
 
 def overlap_step(values: Array, nodes: Array, gpus: Array, batch: Array, accumulation: Array | float = 1.0) -> Array:
-    """(a - 1) T_c + (T_c^gamma + T_s^gamma)^(1/gamma), seconds.
+    """a T_c + T_s - m, with m the smooth minimum of (1 - before_sync) T_c and (1 - after_backward) T_s; seconds."""
+    compute, _ = _compute(values, batch)
+    return _step(values, compute, _sync_terms(nodes, gpus) @ values[SYNC], accumulation)[0]
 
-    T_c is taken out of the power so that no scale of time overflows.
+
+def _step(values: Array, compute: Array, sync: Array, accumulation: Array | float) -> tuple[Array, Array, Array]:
+    """The step, and how much of one more second of what could hide, and of what could be hidden, is hidden.
+
+    Their ratio is taken to the power, so that no scale of time overflows.
     """
-    compute, sync, gamma = _overlap_compute(values, batch), _overlap_sync(values, nodes, gpus), values[GAMMA]
-    # A power of zero has no complex derivative, so rows without synchronisation get a ratio that is not used.
-    ratio = np.where(sync == 0, 1.0, sync / compute)
-    last = np.where(sync == 0, compute, compute * (1 + ratio**gamma) ** (1 / gamma))
-    return np.asarray((accumulation - 1) * compute + last)
+    hiding, hideable = (1 - values[BEFORE_SYNC]) * compute, (1 - values[AFTER_BACKWARD]) * sync
+    share = (1 + (hideable / hiding) ** SHARPNESS) ** (-1 / SHARPNESS)
+    hidden = hideable * share
+    by_hiding, by_hideable = (hidden / hiding) ** (SHARPNESS + 1), share ** (SHARPNESS + 1)
+    return np.asarray(accumulation * compute + sync - hidden), by_hiding, by_hideable
 
 
-def _overlap_compute(values: Array, batch: Array) -> Array:
+def _compute(values: Array, batch: Array) -> tuple[Array, Array]:
+    """T_c, and its slopes by alpha, beta and t0 in the last axis."""
     line = values[ALPHA] + values[BETA] * batch
-    return np.asarray(((values[T0] * values[T0]) ** 2 + (line * line) ** 2) ** 0.25)
+    compute = (values[T0] ** FLOOR_POWER + line**FLOOR_POWER) ** (1 / FLOOR_POWER)
+    by_line = (line / compute) ** (FLOOR_POWER - 1)
+    by_floor = (values[T0] / compute) ** (FLOOR_POWER - 1)
+    return compute, np.stack([by_line, batch * by_line, by_floor], axis=-1)
 
 
-def _overlap_sync(values: Array, nodes: Array, gpus: Array) -> Array:
-    between = values[C_N] + values[LAMBDA] * _growth(nodes) + values[KAPPA] * (gpus - 1)
-    return np.where(nodes > 1, between, values[C_R] * 2 * (gpus - 1) / gpus)
+def _sync_terms(nodes: Array, gpus: Array) -> Array:
+    """What c_n, lambda, kappa and c_r are multiplied by, in the last axis."""
+    between, within = nodes > 1, 2 * (gpus - 1) / gpus
+    terms = [between, between * _growth(nodes), between * (gpus - 1), np.where(between, 0.0, within)]
+    return np.stack(terms, axis=-1).astype(float)
 
 
 def _growth(nodes: Array) -> Array:
@@ -166,6 +193,10 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
     batches, several_gpus = len(set(batch)), bool((gpus > 1).any())
     contrast = len(set(batch[synced])) > 1 and (len(set(batch[synced & known])) > 1 or len(batch) > 3)
     growth = len(set(np.maximum(nodes[between], 2))) > 1
+    usual = {
+        share: f"No contrast to tell how much overlaps: {OVERLAP_NAMES[share]} was taken as usual ({typical:g})."
+        for share, typical in TYPICAL_SHARES.items()
+    }
     rules = [
         # Of the two constants of computation, two batch sizes tell one; a floor predicts the middle better.
         (ALPHA, batches > 2, "" if batches == 1 else "Two batch sizes: only a floor of the compute time (alpha = 0)."),
@@ -192,7 +223,7 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
             if several_gpus
             else "",
         ),
-        (GAMMA, contrast, f"No contrast to tell how much overlaps: taken as usual (gamma = {TYPICAL_GAMMA:g})."),
+        *((share, contrast, note) for share, note in usual.items()),
     ]
     untold = [(index, note) for index, told, note in rules if note and not told]
     names = tuple(OVERLAP_NAMES[index] for index, _ in untold)
@@ -202,29 +233,48 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
 def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
     """Bounded quasi-Newton on the log error, in units of the median step and the largest batch.
 
-    Minimises  sum_i h(e_i / STEP_NOISE) + log(1 + (log(gamma / TYPICAL_GAMMA) / GAMMA_SPREAD)^2), where e_i is
-    log(predicted / measured) of each step and of each compute time that is known, and h(x) = 2 (sqrt(1 + x^2) - 1) is
-    x^2 for small and 2 |x| for large errors: a run far off pulls no harder than one somewhat off. The pull on gamma
-    grows so slowly that it gives way where four runs show that nothing overlaps. The units make the fit
-    independent of whether times are seconds or milliseconds. `near`, the values of a fit to almost the same runs,
-    saves the six starts.
+    Minimises  sum_i h(e_i / STEP_NOISE) + sum_j w(d_j / ALLREDUCE_NOISE) + sum_k log(1 + (log(k / typical) / spread)^2)
+    where e_i is log(predicted / measured) of each step and of each compute time that is known, d_j is log(T_s /
+    measured) of each all-reduce that is known, and k is before_sync and after_backward.
+    - h(x) = 2 (sqrt(1 + x^2) - 1) is x^2 for small and 2 |x| for large errors: a run far off pulls no harder than one
+      somewhat off.
+    - w(x) = ALLREDUCE_WEIGHT x^2 / (1 + x^2): an all-reduce is near T_s or tells nothing of it, as inside a node, where
+      steps with synchronisation cost the host far more than the sum takes.
+    - The pulls on the shares grow so slowly that they give way where four runs show that nothing overlaps.
+    The units make the fit independent of whether times are seconds or milliseconds. `near`, the values of a fit to
+    almost the same runs, saves the four starts.
     """
     unit, largest = float(np.median(runs.step_s)), float(runs.batch.max())
-    configurations = (runs.nodes, runs.gpus, runs.batch / largest, runs.accumulation)
+    batch, terms = runs.batch / largest, _sync_terms(runs.nodes, runs.gpus)
     free, unidentified, notes = _told_apart(runs)
-    known = np.isfinite(runs.compute_s)
+    known, told = np.isfinite(runs.compute_s), np.isfinite(runs.allreduce_s)
     log_step = np.log(runs.step_s / unit)
     log_compute = np.log(runs.compute_s[known] / runs.accumulation[known] / unit)
+    log_allreduce = np.log(runs.allreduce_s[told] / unit)
+    shares = list(TYPICAL_SHARES)
+    typical, spread = (np.array(list(each.values())) for each in (TYPICAL_SHARES, SHARE_SPREADS))
 
-    def loss(values: Array) -> Array:
-        # `values` is (parameters, points, 1), the result (points,).
-        compute = _overlap_compute(values, configurations[2][known])
-        misfit = _misfit(np.log(overlap_step(values, *configurations)) - log_step) + _misfit(
-            np.log(compute) - log_compute
-        )
-        return np.asarray(misfit + np.log(1 + (np.log(values[GAMMA, :, 0] / TYPICAL_GAMMA) / GAMMA_SPREAD) ** 2))
+    def loss(values: Array) -> tuple[float, Array]:
+        """What is minimised, and its gradient."""
+        (compute, slopes), sync = _compute(values, batch), terms @ values[SYNC]
+        step, by_hiding, by_hideable = _step(values, compute, sync, runs.accumulation)
+        of_steps, step_pull = _misfit(np.log(step) - log_step)
+        of_computes, compute_pull = _misfit(np.log(compute[known]) - log_compute)
+        of_sums, sync_pull = _bounded_misfit(np.log(sync[told]) - log_allreduce)
+        unusual = np.log(values[shares] / typical) / spread
+        per_step = step_pull / step
+        per_compute = per_step * (runs.accumulation - (1 - values[BEFORE_SYNC]) * by_hiding)
+        per_compute[known] += compute_pull / compute[known]
+        per_sync = per_step * (1 - (1 - values[AFTER_BACKWARD]) * by_hideable)
+        per_sync[told] += sync_pull / sync[told]
+        gradient = np.zeros(len(OVERLAP_NAMES))
+        gradient[COMPUTE], gradient[SYNC] = per_compute @ slopes, per_sync @ terms
+        gradient[BEFORE_SYNC] = per_step @ (by_hiding * compute)
+        gradient[AFTER_BACKWARD] = per_step @ (by_hideable * sync)
+        gradient[shares] += 2 * unusual / (1 + unusual**2) / spread / values[shares]
+        return of_steps + of_computes + of_sums + float(np.sum(np.log(1 + unusual**2))), gradient
 
-    units = np.array([unit, unit / largest, unit, unit, unit, unit, unit, 1.0])
+    units = np.array([unit, unit / largest, unit, unit, unit, unit, unit, 1.0, 1.0])
     starts = _starts() if near is None else [np.maximum(near / units, 1e-3)]
     values, converged = _minimise(loss, free, starts)
     if T0 not in free and ALPHA not in free:
@@ -233,37 +283,44 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
     return Estimate(values * units, unidentified, notes, converged)
 
 
-def _misfit(errors: Array) -> Array:
-    return np.asarray(np.sum(2 * (np.sqrt(1 + (errors / STEP_NOISE) ** 2) - 1), axis=-1))
+def _misfit(errors: Array) -> tuple[float, Array]:
+    """sum of h, and the slope of h at each error."""
+    roots = np.sqrt(1 + (errors / STEP_NOISE) ** 2)
+    return float(np.sum(2 * (roots - 1))), 2 * errors / STEP_NOISE**2 / roots
+
+
+def _bounded_misfit(errors: Array) -> tuple[float, Array]:
+    """sum of w, and the slope of w at each error."""
+    more = 1 + (errors / ALLREDUCE_NOISE) ** 2
+    return float(ALLREDUCE_WEIGHT * np.sum(1 - 1 / more)), ALLREDUCE_WEIGHT * 2 * errors / ALLREDUCE_NOISE**2 / more**2
 
 
 def _starts() -> list[Array]:
-    """Six starts: three amounts of overlap times two splits of the median step into compute and synchronisation."""
+    """Usual overlap and next to none, as with a single bucket, each with two splits of the median step into compute and
+    synchronisation."""
     return [
-        np.array([compute / 2, compute / 2, compute / 10, sync, sync / 10, sync / 10, sync, overlap])
-        for overlap in (1.5, 3.0, 6.0)
+        np.array([compute / 2, compute / 2, compute / 10, sync, sync / 10, sync / 10, sync, *shares])
+        for shares in ((0.35, 0.08), (0.95, 0.08))
         for compute, sync in ((0.3, 0.7), (0.8, 0.2))
     ]
 
 
-def _minimise(loss: Callable[[Array], Array], free: list[int], starts: list[Array]) -> tuple[Array, bool]:
-    """The values of the best start, and whether any start converged.
-
-    The gradient is a complex step, Im loss(x + i h) / h: exact to rounding and without a derivation to maintain.
-    """
+def _minimise(loss: Callable[[Array], tuple[float, Array]], free: list[int], starts: list[Array]) -> tuple[Array, bool]:
+    """The values of the best start, and whether any start converged."""
     fixed = np.zeros(len(OVERLAP_NAMES))
-    fixed[GAMMA] = TYPICAL_GAMMA
-    bounds = [(1.0, 10.0) if index == GAMMA else (1e-6, None) for index in free]
-    steps = 1e-30j * np.eye(len(OVERLAP_NAMES))[:, free]
+    fixed[list(TYPICAL_SHARES)] = list(TYPICAL_SHARES.values())
+    bounds = [(1e-2, 1 - 1e-6) if index in TYPICAL_SHARES else (1e-6, None) for index in free]
 
     def value_and_gradient(x: Array) -> tuple[float, Array]:
         values = fixed.copy()
         values[free] = x
-        losses = loss((values[:, None] + steps)[:, :, None])
-        return float(losses[0].real), losses.imag / 1e-30
+        value, gradient = loss(values)
+        return value, gradient[free]
 
     results = [
-        optimize.minimize(value_and_gradient, start[free], jac=True, bounds=bounds, method="L-BFGS-B")
+        optimize.minimize(
+            value_and_gradient, start[free], jac=True, bounds=bounds, method="L-BFGS-B", options={"ftol": SETTLED}
+        )
         for start in starts
     ]
     best = min(results, key=lambda result: float(result.fun) if np.isfinite(result.fun) else math.inf)
