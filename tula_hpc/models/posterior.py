@@ -62,7 +62,7 @@ def posterior(fit: StepTimeFit, measured: pd.DataFrame, table: pd.DataFrame) -> 
 
 
 def correction(fit: StepTimeFit, measured: pd.DataFrame, table: pd.DataFrame) -> Array:
-    """What to multiply the seconds by that `fit` predicts for each row of `table`, (rows,); 1 if nothing is measured."""
+    """(rows,): what to multiply the seconds of `fit` by in each row of `table`; 1 if nothing is measured."""
     if measured.empty:
         return np.ones(len(table))
     return np.asarray(np.exp(posterior(fit, measured, table).mean))
