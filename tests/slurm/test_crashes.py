@@ -48,7 +48,7 @@ SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sba
 controller.write_json = deadly(controller.write_json, lambda path, value: path.name)
 Controller = controller.Controller
 for stage in ("_profile", "_fit", "_choose", "_train", "_report"):
-    setattr(Controller, stage, deadly(getattr(Controller, stage), lambda self, stage=stage: stage))
+    setattr(Controller, stage, deadly(getattr(Controller, stage), lambda *arguments, stage=stage: stage))
 main(sys.argv[1:])
 """
 
