@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +38,11 @@ class Candidate:
     def steps_per_epoch(self, train_samples: int) -> int:
         """Optimiser steps in one pass over `train_samples`; the last one may be partly filled."""
         return math.ceil(train_samples / self.global_batch)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Candidate:
+        """The candidate that a request, a measured point or a selection is about."""
+        return cls(record["num_nodes"], record["batch_per_rank"], record["gpus_per_node"])
 
     @classmethod
     def from_name(cls, name: str, gpus_per_node: int) -> Candidate:

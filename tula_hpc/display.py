@@ -18,8 +18,9 @@ from tula_hpc.methods import in_words
 from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
+    from tula_hpc.candidates import Candidate
     from tula_hpc.control.jobs import Look
-    from tula_hpc.control.journal import Attempt
+    from tula_hpc.control.journal import Attempt, Successor
 
 PLAIN_PROGRESS_EVERY_S = 30.0
 ROWS_SHOWN = 24
@@ -56,6 +57,11 @@ def _job_name(attempt: Attempt) -> str:
 def count(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nodes_and_batch(one: Candidate | Successor) -> str:
+    """`4 nodes with batch 64 a rank`."""
+    return f"{count(one.num_nodes, 'node')} with batch {one.batch_per_rank} a rank"
 
 
 class Display:

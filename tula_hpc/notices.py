@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import count
+from tula_hpc.display import nodes_and_batch
 from tula_hpc.markup import escape, sentence
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def drift_notice(records: Records) -> str:
     items = [f"{sentence(drift['headline'])}. {drift['words']}" for drift in records.drifts]
     for a in records.attempts:
         if a.verdict is Verdict.replanned and a.successor is not None:
-            there = f"{count(a.successor.num_nodes, 'node')} with batch {a.successor.batch_per_rank} a rank"
+            there = nodes_and_batch(a.successor)
             items.append(f"Attempt {a.number} of the training saved, and the next one went on with {there}.")
     if not items:
         return ""

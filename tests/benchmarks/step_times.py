@@ -26,8 +26,9 @@ from unittest import mock
 
 from tula_hpc.candidates import Candidate, doublings
 from tula_hpc.config import Settings, from_plain, to_plain
+from tula_hpc.models.memory_parts import MEMORY_PARTS
 from tula_hpc.ranks.launch import Rank, this_rank
-from tula_hpc.ranks.timings import MEMORY_PARTS, read_point
+from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, write_json
 
 EXPERIMENTS = {

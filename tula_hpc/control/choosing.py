@@ -16,11 +16,11 @@ from tula_hpc.models.adaptive import next_points
 from tula_hpc.models.limits import Limits, NoFeasibleConfiguration
 from tula_hpc.models.memory import MemoryFit, fit_memory
 from tula_hpc.models.posterior import posterior
+from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.search import Round
 from tula_hpc.models.selection import UnusableFit, candidate_table
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
-from tula_hpc.prices import price_of
 
 
 def fitted(settings: Settings, usable: list[dict[str, Any]], out_of_memory: list[int]) -> dict[str, Any]:
@@ -55,6 +55,7 @@ def chosen_fit(fit: Mapping[str, Any]) -> StepTimeFit:
 def predicted(
     settings: Settings,
     fit: Mapping[str, Any],
+    price: Price,
     waits: Mapping[int, Wait] | None = None,
     *,
     drifted: StepTimeFit | None = None,
@@ -66,6 +67,7 @@ def predicted(
     Args:
         settings: Of the run.
         fit: What fit.json holds.
+        price: As in `candidate_table`; of the settings, whose weights Slurm may have to be asked for.
         waits: As in `candidate_table`.
         drifted: Predicts instead of the fit on record, once the training's steps have become other than that says.
         epochs: That are left; None: all.
@@ -77,7 +79,7 @@ def predicted(
         grid,
         profiled if drifted is None else drifted,
         MemoryFit.from_dict(fit["memory"]),
-        price_of(settings),
+        price,
         settings.train_samples,
         settings.training.epochs if epochs is None else epochs,
         fit["memory_limit_gib"],

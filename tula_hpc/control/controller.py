@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shlex
@@ -35,6 +36,7 @@ from tula_hpc.control.sharing import SharedPoints
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display, count
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
+from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import Round, SearchMode, next_round
 from tula_hpc.models.selection import Selection, select
@@ -159,24 +161,17 @@ class Controller:
                 f"The logs are in {self.run.profile} and {self.run.scheduler}; run the command again when it is mended."
             )
         self._tell_round(now)
-        return {
-            "mode": self.settings.search.mode.name,
-            "ended_by": now.ended_by,
-            "why": now.why,
-            "measured": len(self._measured()),
-            "candidates": len(grid),
-        }
+        return {"ended_by": now.ended_by, "why": now.why}
 
     def _next_round(self, grid: list[Candidate], measured: set[Candidate]) -> Round:
         """What the search asks for now; the budgets of adaptive search are kept here."""
-        running = {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
 
         def decide(unmeasured: set[Candidate]) -> Round:
             fit = self._fitted()
             return adaptive_round(self.settings, fit, self._table(fit), unmeasured)
 
         lost = self.next_steps.given_up() | self._refused
-        now = next_round(self.settings.search.mode, grid, measured, self._infeasible(), lost, running, decide)
+        now = next_round(self.settings.search.mode, grid, measured, self._infeasible(), lost, self._running(), decide)
         if self.settings.search.mode is not SearchMode.adaptive or not now.candidates:
             return now
         minutes = (time.time() - read_json(self.run.plan)["started"]) / 60
@@ -184,8 +179,8 @@ class Controller:
 
     def _round_of(self, only: Candidate) -> Round:
         """A round of one candidate, unless it is measured, cannot be, or runs."""
-        running = {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
-        settled = self._measured() | self._infeasible() | self.next_steps.given_up() | self._refused | running
+        lost = self.next_steps.given_up() | self._refused
+        settled = self._measured() | self._infeasible() | lost | self._running()
         return Round([] if only in settled else [only])
 
     def _tell_round(self, now: Round) -> None:
@@ -268,6 +263,9 @@ class Controller:
     def _measured(self) -> set[Candidate]:
         return {self.jobs.candidate(a) for a in _profiled(self.journal.state(), {Verdict.success})}
 
+    def _running(self) -> set[Candidate]:
+        return {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
+
     def _infeasible(self) -> set[Candidate]:
         return set(self._infeasible_because())
 
@@ -317,12 +315,17 @@ class Controller:
             "failed": {c.name: why.splitlines()[0] for c, why in self._failed_because().items()},
         }
 
+    @functools.cached_property
+    def _price(self) -> Price:
+        """The same for every table and the record; Slurm is asked once at most."""
+        return price_of(self.settings)
+
     def _table(self, fit: dict[str, Any]) -> pd.DataFrame:
         """Every candidate with all that is predicted, and with the wait in the queue where the objective needs it."""
         objective = self.settings.objective
-        table = predicted(self.settings, fit)
+        table = predicted(self.settings, fit, self._price)
         if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
-            table = predicted(self.settings, fit, self._queue_waits(table))
+            table = predicted(self.settings, fit, self._price, self._queue_waits(table))
         return table
 
     def _choose(self) -> None:
@@ -338,7 +341,7 @@ class Controller:
             {
                 **choice.to_dict(),
                 "measured": choice.candidate in self._measured(),
-                "price": price_of(self.settings).describe(),
+                "price": self._price.describe(),
                 "currency": self.settings.pricing.currency,
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
@@ -380,7 +383,7 @@ class Controller:
     def _train(self) -> None:
         """Train at the chosen configuration; go on from the checkpoint with a smaller batch when memory runs out."""
         chosen = read_json(self.run.selection)
-        candidate = Candidate(chosen["num_nodes"], chosen["batch_per_rank"], chosen["gpus_per_node"])
+        candidate = Candidate.from_record(chosen)
         time_limit_min = self._train_time_limit_min(chosen["predicted"]["train_time_s"])
         while True:
             last, memory_gib = self.journal.state().last(TRAIN), None
@@ -395,7 +398,7 @@ class Controller:
                 while (limit := self.jobs.submit(TRAIN, training)) is not None:
                     self.display.waiting("the training", str(limit))
                     self._wait_for_room(limit)
-            self.jobs.wait(self._show_training, self.display.silence)
+            self.jobs.wait(self._watch_training, self.display.silence)
             last = self.journal.state().last(TRAIN)
             assert last is not None
             assert last.verdict is not None
@@ -419,7 +422,7 @@ class Controller:
         wanted = math.ceil(train_time_s * 1.5 / 60) + 10
         return min(wanted, self.scheduler.longest_job_min() or wanted)
 
-    def _show_training(self, looks: list[Look]) -> None:
+    def _watch_training(self, looks: list[Look]) -> None:
         progress = self.run.read_progress()
         self.replanning.look(progress)
         drift = next((self.journal.state().drift_of(look.attempt) for look in looks), None)

@@ -67,4 +67,4 @@ def _known(fit: dict[str, Any]) -> set[str]:
 
 
 def _name(point: dict[str, Any]) -> str:
-    return Candidate(point["num_nodes"], point["batch_per_rank"], point["gpus_per_node"]).name
+    return Candidate.from_record(point).name

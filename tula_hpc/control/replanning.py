@@ -21,7 +21,7 @@ from tula_hpc.config import ControllerKind, ReplanKind, Settings
 from tula_hpc.control.choosing import chosen_fit, predicted
 from tula_hpc.control.jobs import TRAIN, Jobs
 from tula_hpc.control.journal import Attempt, Journal, Successor
-from tula_hpc.display import count, duration
+from tula_hpc.display import duration, nodes_and_batch
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.models.drift import LASTING, Cause, Drift, Expected, Window, lasting_drift
 from tula_hpc.models.limits import SECONDS_PER_HOUR, Limits, NoFeasibleConfiguration
@@ -179,13 +179,9 @@ class Replanning:
         running = self.jobs.candidate(attempt)
         profiled = (running.num_nodes, running.gpus_per_node, running.batch_per_rank) in fit.measured
         if drift.from_the_start and not profiled and not self.journal.state().drifts:
-            points = pd.DataFrame(record["points"]).drop(columns=["hosts"])
-            names = [
-                Candidate(n, b, g).name
-                for n, b, g in points[["num_nodes", "batch_per_rank", "gpus_per_node"]].itertuples(index=False)
-            ]
-            fitting = points.loc[[name not in record["infeasible"] for name in names]]
-            with_training = with_row(fitting, fit, running, drift.step_time_s)
+            fitting = [p for p in record["points"] if Candidate.from_record(p).name not in record["infeasible"]]
+            points = pd.DataFrame(fitting).drop(columns=["hosts"])
+            with_training = with_row(points, fit, running, drift.step_time_s)
             fit = with_training if with_training.outcome.usable else fit
         return refit(fit, running, drift.step_time_s / self._corrected(attempt))
 
@@ -205,7 +201,7 @@ class Replanning:
             for a in self.journal.state().of(TRAIN)
             if a.verdict is not None and a.verdict in self.jobs.too_large
         }
-        table = predicted(settings, record, drifted=fit, epochs=left / settings.train_samples, ran_out=ran_out)
+        table = predicted(settings, record, price, drifted=fit, epochs=left / settings.train_samples, ran_out=ran_out)
         start_s, last_wait_s = self._last_start(attempt, progress)
         waits = self.queue_waits(table)
         wait_s = {
@@ -255,7 +251,7 @@ class Replanning:
         if offer.cost is not None and offer.cost_here is not None:
             costs = f", at {currency}{offer.cost:.3g} instead of {currency}{offer.cost_here:.3g}"
         words = (
-            f"What is left would take {duration(_rounded(offer.left_s))} on {_configuration(offer.candidate)}, "
+            f"What is left would take {duration(_rounded(offer.left_s))} on {nodes_and_batch(offer.candidate)}, "
             f"{duration(_rounded(new_start_s))} of it for the queue and a new start, instead of "
             f"{duration(_rounded(offer.left_here_s))}{costs} ({offer.why})."
         )
@@ -275,9 +271,9 @@ class Replanning:
         if self._replans() >= MAX_REPLANS:
             return
         there = offer.candidate
-        self.say(f"the training saves and goes on with {_configuration(there)}")
+        self.say(f"the training saves and goes on with {nodes_and_batch(there)}")
         successor = Successor(there.num_nodes, there.batch_per_rank, offer.train_time_s)
-        self.jobs.replan(attempt, successor, f"{why}; it goes on with {_configuration(there)}")
+        self.jobs.replan(attempt, successor, f"{why}; it goes on with {nodes_and_batch(there)}")
 
 
 def _headline(drift: Drift) -> str:
@@ -289,10 +285,6 @@ def _headline(drift: Drift) -> str:
 def _again(drift: Drift) -> str:
     now = duration(_rounded(drift.step_time_s))
     return f"since {_clock(drift.since)} steps take what was predicted again ({now})"
-
-
-def _configuration(candidate: Candidate) -> str:
-    return f"{count(candidate.num_nodes, 'node')} with batch {candidate.batch_per_rank} a rank"
 
 
 def _words_of(limits: Limits) -> str:

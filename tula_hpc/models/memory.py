@@ -25,6 +25,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from tula_hpc.models.memory_parts import CONSTANT_PARTS, MEMORY_PARTS
+
 Array = NDArray[Any]
 
 MAX_EXTRAPOLATION = 2
@@ -36,16 +38,6 @@ PRIOR_RUNS = 4
 MIN_RELATIVE_ERROR = 0.01
 """Half-width below which no residuals are believed: the allocator claims memory in pieces."""
 
-_CONSTANT_PARTS = ("param_gib", "grad_gib", "bucket_gib", "optimizer_gib", "ags_gib")
-_LINEAR_PARTS = (
-    "activation_gib",
-    "batch_gib",
-    "workspace_gib",
-    "reserve_gib",
-    "outside_gib",
-    "loader_gib",
-    "other_gib",
-)
 _KINDS_OF_RANKS = ("num_nodes", "gpus_per_node")
 
 
@@ -211,7 +203,7 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFi
 
     Args:
         table: One row per run: batch_per_rank and memory_gib (largest peak over the ranks), and where known num_nodes
-            and gpus_per_node, the parts of Eq. (3) by the names of `ranks.timings.MEMORY_PARTS`, and limit_gib (what of
+            and gpus_per_node, the parts of Eq. (3) by the names of `MEMORY_PARTS`, and limit_gib (what of
             the device's memory the run could have). Rows without a positive finite memory_gib are left out.
         oom_batches: Batches per rank that ran out of device memory, on any number of ranks, since the need of ranks
             among several is alike and that of one alone is less. Each is a censored point: M(b) > limit. They bound
@@ -302,14 +294,14 @@ def _fit_line(batch: Array, gib: Array) -> Line:
 def _fit_parts(data: pd.DataFrame) -> dict[str, Line]:
     """The line of each measured term of Eq. (3); parameters, gradients and optimizer state are constant."""
     lines = {}
-    for name in (*_CONSTANT_PARTS, *_LINEAR_PARTS):
+    for name in MEMORY_PARTS:
         if name not in data:
             continue
         known = data.loc[np.isfinite(data[name].to_numpy(dtype=float))]
         if known.empty:
             continue
         batch, gib = (known[column].to_numpy(dtype=float) for column in ("batch_per_rank", name))
-        lines[name] = Line(float(np.median(gib)), 0.0) if name in _CONSTANT_PARTS else _fit_line(batch, gib)
+        lines[name] = Line(float(np.median(gib)), 0.0) if name in CONSTANT_PARTS else _fit_line(batch, gib)
     return lines
 
 

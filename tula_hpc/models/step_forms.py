@@ -300,7 +300,7 @@ def _starts() -> list[Array]:
     synchronisation."""
     return [
         np.array([compute / 2, compute / 2, compute / 10, sync, sync / 10, sync / 10, sync, *shares])
-        for shares in ((0.35, 0.08), (0.95, 0.08))
+        for shares in (TYPICAL_SHARES.values(), (0.95, TYPICAL_SHARES[AFTER_BACKWARD]))
         for compute, sync in ((0.3, 0.7), (0.8, 0.2))
     ]
 

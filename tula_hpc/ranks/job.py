@@ -171,7 +171,7 @@ def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: Ea
     from tula_hpc.ranks.training import set_precision, train
 
     settings = from_plain(request["settings"])
-    candidate = Candidate(request["num_nodes"], request["batch_per_rank"], request["gpus_per_node"])
+    candidate = Candidate.from_record(request)
     if me.world_size != candidate.world_size:
         raise TulaError(
             f"the job was started with {me.world_size} ranks and needs {candidate.world_size}; check that the site "

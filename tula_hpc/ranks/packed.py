@@ -75,7 +75,7 @@ class _Turns:
         any_ran = False
         for attempt in attempts:
             request = read_json(attempt.request)
-            candidate = Candidate(request["num_nodes"], request["batch_per_rank"], request["gpus_per_node"])
+            candidate = Candidate.from_record(request)
             if self.me.rank >= candidate.world_size:
                 print(f"rank {self.me.rank} has no part in {attempt.path}", flush=True)
                 continue

@@ -17,25 +17,10 @@ from typing import Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.errors import RecordError
+from tula_hpc.models.memory_parts import MEMORY_PARTS
 from tula_hpc.runs import AttemptFolder, read_json, write_json, write_text
 
 COLUMNS = ("step", "data_s", "forward_s", "backward_s", "sync_s", "optimizer_s", "step_s")
-MEMORY_PARTS = (
-    "param_gib",
-    "grad_gib",
-    "bucket_gib",
-    "optimizer_gib",
-    "ags_gib",
-    "activation_gib",
-    "batch_gib",
-    "workspace_gib",
-    "reserve_gib",
-    "outside_gib",
-    "loader_gib",
-    "other_gib",
-)
-"""Terms of Eq. (3), see `ranks.device_memory`. CPUs have no workspace and no reserve, GPUs no loader; in older records
-`other_gib` is all that no tensor of the model accounts for."""
 
 
 def write_rank(attempt: AttemptFolder, rank: int, rows: Sequence[Sequence[float]], meta: dict[str, Any]) -> None:
