@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tula_hpc.config import Settings
 from tula_hpc.control.journal import Journal
@@ -105,13 +105,6 @@ def running_ranks(folder: Path) -> list[str]:
     """Command lines of processes that work on a run below `folder`."""
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if str(folder) in line and "tula_hpc.ranks.job" in line]
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smallest: list[str]):

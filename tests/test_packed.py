@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ProfilingKind, Settings, to_plain
@@ -93,13 +93,6 @@ def run(folders: list[AttemptFolder], num_ranks: int) -> list[str]:
     printed = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * num_ranks, printed
     return printed
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_attempts_of_any_size_run_one_after_the_other(attempts: Callable[..., list[AttemptFolder]]):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from waiting import wait_until
 
 from tula_hpc.control.journal import Journal, State
 from tula_hpc.control.verdicts import Verdict
@@ -87,19 +87,12 @@ class Command:
         return Journal(self.run.journal).state()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_a_training_that_becomes_slow_goes_on_elsewhere(tmp_path: Path, tiny_overrides: list[str]):
     """With `training.replan=auto` the training saves when its nodes have come to wait for each other, and one node goes
     on with it: told in the output, by `status` and in the report, and every epoch once."""
     command = Command(tmp_path, [*tiny_overrides, "training.replan=auto"])
     with command.start() as process:
-        wait_until(lambda: list(tmp_path.glob("runs/*/selection.json")))
+        wait_until(lambda: list(tmp_path.glob("runs/*/selection.json")), timeout_s=120)
         assert read_json(command.run.selection)["num_nodes"] == 2, read_json(command.run.selection)["reason"]
         (tmp_path / "busy").touch()
         output = process.communicate(timeout=300)[0]

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from tula_hpc.config import ControllerKind, ControllerSettings, Settings, signature
 from tula_hpc.control import away
@@ -56,13 +56,6 @@ def tula(folder: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def running_ranks(folder: Path) -> list[str]:
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if str(folder) in line and "tula_hpc.ranks.job" in line]
@@ -82,7 +75,7 @@ def planned(run: RunFolder) -> RunFolder:
 def test_a_detached_run_is_cancelled_and_taken_up(tmp_path: Path, smallest: list[str]):
     """Ctrl-C names the ways to go on; attach goes on from elsewhere; cancel ends that, and attach takes it back."""
     with begin(tmp_path, *smallest, ENDLESS) as process:
-        wait_until(lambda: list(tmp_path.glob("runs/*/train/metrics.jsonl")))
+        wait_until(lambda: list(tmp_path.glob("runs/*/train/metrics.jsonl")), timeout_s=120)
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=60)[0]
     run = only_run(tmp_path)
@@ -95,7 +88,7 @@ def test_a_detached_run_is_cancelled_and_taken_up(tmp_path: Path, smallest: list
     for _ in range(2):  # the second time it was cancelled before
         epochs = len(run.read_metrics())
         with begin(elsewhere, "attach", *name) as attached:
-            wait_until(lambda before=epochs: len(run.read_metrics()) > before)
+            wait_until(lambda before=epochs: len(run.read_metrics()) > before, timeout_s=120)
             code, output = tula(elsewhere, "cancel", *name)
             assert code == 0, output
             output = attached.communicate(timeout=60)[0]

@@ -204,7 +204,7 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         for step in range(steps):
             chosen = order[step * batch : (step + 1) * batch]
             inputs, targets = _normal(_augmented(images[chosen], size)), classes[chosen]
-            method.set_lr(schedule(epoch + step / steps), epoch + step / steps)
+            method.set_lr(schedule(epoch + step / steps))
             with torch.autocast("cuda", torch.bfloat16):
                 outputs = model(inputs)
             loss = loss_fn(outputs.float(), targets)
@@ -217,7 +217,6 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
             break
         if (epoch + 1) % max(1, epochs // 10) == 0:
             curve.append(round(accuracy(model, data["test"], size)["top1"], 2))
-    method.before_evaluation()
     test, seen = accuracy(model, data["test"], size), accuracy(model, (images[:10000], classes[:10000]), size)
     numbers = {f"{name}_{k}": round(v, 4) for name, part in (("test", test), ("train", seen)) for k, v in part.items()}
     return {

@@ -31,12 +31,12 @@ class Method:
         self.ratio = batch / small
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.matrices = [p for p in self.params if p.ndim > 1]
-        self.words = re.findall(r"([a-z_]+)([0-9.]*)", name)
         multiplier, self.rules = 1.0, []
-        self.trust, self.tula, self.steps, self.mean_factor = None, None, 0, None
+        self.trust, self.tula, self.fresh, self.steps = None, None, None, 0
+        self.usual = self.mean_factor = None
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
         self.inner, self.optimizer = inner, inner
-        for word, number in self.words:
+        for word, number in re.findall(r"([a-z_]+)([0-9.]*)", name):
             value = float(number) if number else None
             if word == "lin":
                 multiplier *= self.ratio
@@ -61,14 +61,12 @@ class Method:
             elif word != "lbt":
                 raise ValueError(f"{word!r} is no rule")
         self.multiplier = multiplier
-        self.epoch = 0.0
         if self.trust is not None:  # decay is part of the layer-wise rate
             self.weight_decay = weight_decay
             inner.param_groups[0]["weight_decay"] = 0.0
 
-    def set_lr(self, factor: float, epoch: float) -> None:
+    def set_lr(self, factor: float) -> None:
         self.rate = self.lr * self.multiplier * factor
-        self.epoch = epoch
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
 
@@ -78,7 +76,7 @@ class Method:
             with torch.autocast("cuda", torch.bfloat16):
                 self.tula.refresh(self.model, self.loss_fn, inputs, targets)
         with torch.no_grad():
-            if hasattr(self, "fresh"):
+            if self.fresh is not None:
                 self.fresh.look(inputs, targets)
             if self.trust is not None:
                 self._layer_wise()
@@ -96,9 +94,6 @@ class Method:
         torch._foreach_add_(grads, self.matrices, alpha=decay)
         factors = [self.trust * a / (b + decay * a + 1e-9) for a, b in zip(w, g, strict=True)]
         torch._foreach_mul_(grads, factors)
-
-    def before_evaluation(self) -> None:
-        """Nothing to average in one process."""
 
     def facts(self) -> dict[str, Any]:
         """What else belongs into the record."""
@@ -147,10 +142,9 @@ def band(method: Method, share: float | None) -> None:
 def clip(method: Method, times: float | None) -> None:
     """The whole gradient is at most `times` its usual length, a running mean of the logarithm over about 50 steps."""
     g = torch.stack(torch._foreach_norm([p.grad for p in method.params])).norm()
-    usual = getattr(method, "usual", None)
-    usual = g.log() if usual is None else usual
+    usual = g.log() if method.usual is None else method.usual
     factor = ((times or 1.0) * usual.exp() / (g + 1e-12)).clamp(max=1.0)
-    method.usual = 0.98 * usual + 0.02 * (g * factor).log()  # type: ignore[attr-defined]
+    method.usual = 0.98 * usual + 0.02 * (g * factor).log()
     method.multiply(factor)
 
 
