@@ -36,7 +36,10 @@ class OutOfMemoryInBackward(torch.autograd.Function):
 
 
 class Faulty(torch.nn.Module):
-    """In training steps, on the last rank only: waits, hangs or fails while a file of that name is in the folder."""
+    """In training steps, on the last rank only: is slow, waits, hangs or fails while a file of that name is in the folder.
+
+    From the batch `from_batch` on, that is; slow it is with any, so that the largest batch is the fastest.
+    """
 
     def __init__(self, folder, from_batch):
         super().__init__()
@@ -48,6 +51,8 @@ class Faulty(torch.nn.Module):
 
     def forward(self, images):
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if self.training and rank == ranks - 1 and self.on("slow"):
+            time.sleep(0.2)
         if self.training and rank == ranks - 1 and len(images) >= self.from_batch:
             while self.on("hold"):
                 time.sleep(0.02)
@@ -59,8 +64,6 @@ class Faulty(torch.nn.Module):
                 images = OutOfMemoryInBackward.apply(images.requires_grad_())
             if self.on("bug"):
                 raise ValueError("a mistake in the model")
-            if self.on("slow"):
-                time.sleep(0.2)
         return self.net(images)
 '''
 

@@ -32,7 +32,10 @@ SMALL = [
 ]
 
 # Memory that grows with the batch: some at once above a size, some only after the steps that profiling takes.
+# Each step waits, whatever its batch, so that the largest batch is the fastest on a machine that is busy as well.
 HUNGRY = """
+import time
+
 import torch
 from tula_hpc.ranks.workloads import small_cnn
 
@@ -46,6 +49,7 @@ class Hungry(torch.nn.Module):
 
     def forward(self, images):
         self.steps += self.training
+        time.sleep(0.1 * self.training)
         if self.training and (len(images) > 128 or self.steps > 20):
             self.hoard = torch.ones(len(images), 2**21)  # 8 MiB a sample
         return self.net(images)

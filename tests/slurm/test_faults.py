@@ -136,12 +136,13 @@ def test_cuda_memory_runs_out_on_one_rank_of_a_training(tula: Tula, where: str):
     tula.__post_init__()
     tula.overrides += [*PAIR, "objective=time", "objective.tie_tolerance=0", "search.memory_fraction=1"]
     tula.overrides += ["training.epochs=3"]
+    tula.switch_on("slow")
     tula.start()
     wait_for(tula.run.selection.exists, "the choice")
     tula.switch_on("oom-" + where)
+    tula.switch_off("slow")
     text = tula.finish()
-    chosen = read_json(tula.run.selection)["batch_per_rank"]
-    assert chosen == 64
+    assert read_json(tula.run.selection)["batch_per_rank"] == 64
     assert tula.verdicts("train") == ["cuda_oom", "success"]
     assert "cuda oom: rank 1 on tula-n" in text
     assert "CUDA out of memory" in text
