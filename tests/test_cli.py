@@ -69,6 +69,23 @@ def test_measurements_serve_another_objective(tmp_path: Path, smallest: list[str
     assert not any("profile on" in line for line in answer.stdout.splitlines())
 
 
+def test_a_run_ends_with_its_choice_and_goes_on_when_asked(tmp_path: Path, smallest: list[str]):
+    """until=choice leaves a choice and a report and no training; the same command without it trains at that choice."""
+    answer = tula(tmp_path, *smallest, "until=choice")
+    run = finished_run(answer)
+    assert "not trained, as until=choice asks" in answer.stdout
+    assert run.selection.exists()
+    assert not run.train.exists()
+    assert "This run is not finished" not in run.report.read_text()
+    again = tula(tmp_path, *smallest, "until=choice", timeout_s=30)
+    assert finished_run(again) == run
+    assert "not trained, as until=choice asks" in again.stdout
+    answer = tula(tmp_path, *smallest)
+    assert finished_run(answer) == run
+    assert run.train_result.exists()
+    assert not any("profile on" in line for line in answer.stdout.splitlines())
+
+
 def test_adaptive_search_measures_less_and_says_why_it_ended(tmp_path: Path, tiny_overrides: list[str]):
     """With search=adaptive the loop keeps the budget, goes on to a choice, and records what ended the search."""
     arguments = [*tiny_overrides, "search=adaptive", "search.max_points=4", "search.tolerance=1e-6"]

@@ -40,6 +40,11 @@ class GpuRequest(Enum):
     none = "none"
 
 
+class Until(Enum):
+    choice = "choice"
+    result = "result"
+
+
 class DataKind(Enum):
     real = "real"
     synthetic = "synthetic"
@@ -412,6 +417,9 @@ class Settings:
     """Name of the experiment; the run folder begins with it."""
     run_root: str = no_result("runs")
     """Folder that holds all run folders; every node must see it."""
+    until: Until = field(default=Until.result, metadata=NO_RESULT)
+    """How far to go: `choice` profiles, fits and chooses, and does not train; the same command with `result` goes on
+    and trains."""
     controller: ControllerSettings = field(default_factory=ControllerSettings, metadata=NO_RESULT)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)

@@ -181,6 +181,9 @@ class Display:
 
     def result(self, run: RunFolder) -> None:
         """How the training ended and where the report is."""
+        if run.untrained.exists():
+            self.untrained(run)
+            return
         self.close()
         selection, result = read_json(run.selection), read_json(run.train_result)
         used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank"
@@ -197,6 +200,15 @@ class Display:
         if any(line["test_loss"] is None for line in run.read_metrics()):
             rate = "method.lars_lr" if result["method"] == "lars" else "training.lr"
             self.explain(f"the loss was not finite in some epochs: the training diverged; lower {rate}")
+        self._where(run)
+
+    def untrained(self, run: RunFolder) -> None:
+        """That a run ends with its choice, and where the report is."""
+        self.close()
+        self.explain("not trained, as until=choice asks; the same command with until=result goes on and trains")
+        self._where(run)
+
+    def _where(self, run: RunFolder) -> None:
         self.say(f"report: {run.report}")
         self.say(f"run folder: {run.path}")
 

@@ -75,7 +75,7 @@ def summarise(run: RunFolder) -> Summary:
 def stage(run: RunFolder, controlled: bool) -> str:
     """Where a run is: `profiling 7/12`, `fitted`, `training 43 %`, `finished`, `cancelled`, `failed: ...`."""
     if run.is_finished:
-        return "finished"
+        return "chosen, not to be trained" if run.untrained.exists() else "finished"
     where = _where(run)
     if run.cancelled.exists():
         return "cancelled"

@@ -92,7 +92,7 @@ class Records:
             sentences.append(f"Profiling is not finished: {done} of {len(self.attempts)} submitted jobs have ended.")
         if self.selection is None:
             sentences.append("No configuration is chosen yet.")
-        if self.result is None:
+        if self.result is None and not self.run.untrained.exists():
             epochs = f"{len(self.metrics)} of {self.settings.training.epochs} epochs are done"
             begun = f"is not finished: {epochs}" if self.metrics else "has not finished its first epoch"
             sentences.append(f"The training {begun}.")
@@ -161,7 +161,7 @@ _OBJECTIVES = {
 
 
 def _header(records: Records) -> str:
-    s, plan, fit, used = records.settings, records.plan, records.fit, records.trained_with()
+    s, plan, fit = records.settings, records.plan, records.fit
     ranks = count(s.cluster.ranks_per_node, "rank")
     samples = span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank)
     grid = f"{span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
@@ -178,10 +178,17 @@ def _header(records: Records) -> str:
         "Method": _method(s),
         "Training": f"{s.training.epochs} epochs, {methods.tuned_lr_in_words(s)}, {s.training.precision.name}",
         "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
-        "Trained with": f"global batch {used['global_batch']}, {methods.in_words(used)}" if used else "not yet",
+        "Trained with": _trained_with(records),
         "Started": time.strftime(_DATE, time.localtime(plan["started"])) if plan else "not yet",
     }
     return f'<header><p class="kicker">tula_hpc report</p><h1>{escape(s.name)}</h1>{facts_list(facts)}</header>'
+
+
+def _trained_with(records: Records) -> str:
+    used = records.trained_with()
+    if used:
+        return f"global batch {used['global_batch']}, {methods.in_words(used)}"
+    return "nothing: until=choice" if records.run.untrained.exists() else "not yet"
 
 
 def _end_of_search(fit: dict[str, Any] | None) -> dict[str, str]:

@@ -192,8 +192,16 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def untrained(self) -> Path:
+        """There once a run that was to end with its choice has done so."""
+        return self.path / "untrained"
+
+    @property
     def is_finished(self) -> bool:
-        """Whether the training has its result and the report was written after it."""
+        """Whether the training has its result and the report was written after it; or none was wanted, and all else is
+        done."""
+        if self.untrained.exists():
+            return True
         try:
             return self.report.stat().st_mtime_ns >= self.train_result.stat().st_mtime_ns
         except FileNotFoundError:

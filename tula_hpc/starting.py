@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tula_hpc.checks import check, data_is_missing
-from tula_hpc.config import ClusterKind, ControllerKind, Settings, signature, to_plain
+from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, signature, to_plain
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, TulaError
 from tula_hpc.runs import RunFolder
@@ -34,7 +34,8 @@ def start(settings: Settings, command: list[str], display: Display) -> None:
     """
     settings = settled(settings, display)
     run = folder_of(settings)
-    if run.is_finished:  # shown even where code or data are gone meanwhile
+    goes_on = run.untrained.exists() and settings.until is not Until.choice
+    if run.is_finished and not goes_on:  # shown even where code or data are gone meanwhile
         display.choice(run)
         display.result(run)
         return

@@ -36,7 +36,7 @@ class OutOfMemoryInBackward(torch.autograd.Function):
 
 
 class Faulty(torch.nn.Module):
-    """In training steps, on the last rank only: is slow, waits, hangs or fails while a file of that name is in the folder.
+    """In training steps, on the last rank only: slow, waits, hangs or fails while a file of that name is there.
 
     From the batch `from_batch` on, that is; slow it is with any, so that the largest batch is the fastest.
     """

@@ -20,6 +20,7 @@ from tula_hpc.config import (
     ObjectiveKind,
     ProfilingKind,
     Settings,
+    Until,
     measurement_signature,
     to_plain,
 )
@@ -81,6 +82,11 @@ class Controller:
             self._choose()
         self.display.choice(self.run)
         self._say_what_the_method_does()
+        if self.settings.until is Until.choice:
+            write_text(self.run.untrained, "")
+            self._report()
+            self.display.untrained(self.run)
+            return
         if not self.run.train_result.exists() or self.journal.state().open:  # it may have ended while nobody watched
             self._train()
         self._report()
@@ -91,6 +97,8 @@ class Controller:
         import yaml
 
         self.run.create()
+        if self.settings.until is Until.result:
+            self.run.untrained.unlink(missing_ok=True)
         if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # else Slurm started this controller again, not a user
             self.journal.started(socket.gethostname(), shlex.join(self.command))
         # what `attach` and a controller job go on with: the settings as they were given last
