@@ -13,7 +13,7 @@ from tula_hpc import __version__, verbs
 from tula_hpc.composition import compose, compose_each, is_plain, sweep
 from tula_hpc.config import ClusterKind, Settings, conf_dir
 from tula_hpc.display import Display
-from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.errors import ConfigError, RunIsHeld, TulaError
 from tula_hpc.methods import METHODS
 from tula_hpc.overview import is_in_good_hands, overview
 from tula_hpc.planning import plan
@@ -56,7 +56,8 @@ Hydra's own options, such as --cfg job (print the composed configuration), work 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry of `python -m tula_hpc` and `tula-hpc`; leaves with 0, 1 (the run failed) or 2 (the command is wrong)."""
+    """Entry of `python -m tula_hpc` and `tula-hpc`; leaves with 0, 1 (the run failed), 2 (the command is
+    wrong) or 3 (another controller works on the run)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = arguments[0] if arguments else ""
     display = Display()
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     except TulaError as error:
         display.close()
         print(f"tula_hpc: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if isinstance(error, ConfigError) else 3 if isinstance(error, RunIsHeld) else 1)
     except BrokenPipeError:  # `logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

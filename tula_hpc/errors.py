@@ -49,3 +49,7 @@ class SchedulerSilent(TulaError):
 
 class RecordError(TulaError):
     """A file of a run folder is missing, torn, of another version or makes no sense; the message names it."""
+
+
+class RunIsHeld(TulaError):
+    """Another controller works on the run."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tula_hpc.checks import check, data_is_missing
 from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, signature, to_plain
 from tula_hpc.display import Display
-from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.errors import ConfigError, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
     """Submit the controller as a job, unless there is one, and say how to follow it."""
     from tula_hpc.control import away
     from tula_hpc.control.controller import Controller
-    from tula_hpc.control.lease import RunIsHeld, controlling
+    from tula_hpc.control.lease import controlling
 
     try:
         with controlling(run):  # one submission at a time

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tula_hpc.config import ClusterKind, Settings, read_plain_settings, read_settings
 from tula_hpc.display import Display, candidates_table, duration
-from tula_hpc.errors import ConfigError, SchedulerSilent, TulaError
+from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
 from tula_hpc.starting import RunCancelled, control, shown
@@ -111,7 +111,7 @@ def list_runs(arguments: list[str], display: Display) -> None:
 def attach(arguments: list[str], display: Display) -> None:
     """Watch a run that somebody works on, and else be its controller."""
     from tula_hpc.control import away
-    from tula_hpc.control.lease import RunIsHeld, holder_of
+    from tula_hpc.control.lease import holder_of
 
     run = _only_a_run("attach", arguments)
     if run.is_finished:
@@ -152,7 +152,6 @@ class _TimeIsUp(BaseException):
 def _control_as_a_job(run: RunFolder, display: Display) -> None:
     """Be the controller inside the job that was submitted for it; queue again when the time is nearly up."""
     from tula_hpc.control import away
-    from tula_hpc.control.lease import RunIsHeld
 
     def time_is_up(*_: object) -> None:
         raise _TimeIsUp
@@ -396,6 +395,13 @@ def _only_a_run(verb: str, arguments: list[str]) -> RunFolder:
     return find_run(texts[0], root)
 
 
+def paper(arguments: list[str], display: Display) -> None:
+    """One table or figure of the paper, or a list of them."""
+    from tula_hpc.paper.command import paper as measure  # loads matplotlib
+
+    measure(arguments, display)
+
+
 VERBS: dict[str, Callable[[list[str], Display], None]] = {
     "list": list_runs,
     "status": status,
@@ -404,4 +410,5 @@ VERBS: dict[str, Callable[[list[str], Display], None]] = {
     "cancel": cancel,
     "report": report,
     "settings": show_settings,
+    "paper": paper,
 }

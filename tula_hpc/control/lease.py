@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc.control import away
-from tula_hpc.errors import RecordError, TulaError
+from tula_hpc.errors import RecordError, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder, read_json, write_json
 
 # Long, because a controller may wait minutes for a Slurm that does not answer; on one host death is seen at once.
@@ -28,10 +28,6 @@ EXPIRES_S = 900.0
 REFRESH_EVERY_S = 20.0
 # Silence after which Slurm is asked whether the holder's job still exists.
 SUSPICIOUS_S = 3 * REFRESH_EVERY_S
-
-
-class RunIsHeld(TulaError):
-    """Another controller works on the run."""
 
 
 class Lease:

@@ -1,0 +1,155 @@
+"""`paper`: one table or figure of the paper from its runs to its files; and the claims, side by side."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+
+from tula_hpc.display import Display, count
+from tula_hpc.errors import ConfigError, TulaError
+from tula_hpc.paper import accuracy, timing
+from tula_hpc.paper.findings import Findings, Result
+from tula_hpc.paper.published import CLAIMS
+from tula_hpc.paper.running import Runs, in_words
+from tula_hpc.paper.scales import SCALES, Scale, scale_of
+from tula_hpc.runs import write_json, write_text
+from tula_hpc.starting import shown
+
+RESULTS: dict[str, Result] = {result.name: result for result in (*timing.RESULTS, *accuracy.RESULTS)}
+AT_ONCE = 8
+
+
+def paper(arguments: list[str], display: Display) -> None:
+    """Measure one result of the paper, or list them all."""
+    options, rest = _options(arguments)
+    if not rest or "=" in rest[0] or rest[0].startswith("-"):
+        _list(display)
+        return
+    name, more = rest[0], rest[1:]
+    if name not in RESULTS:
+        raise ConfigError([f"{name!r} is no result of the paper; there are {', '.join(sorted(RESULTS))}"])
+    scale = scale_of(options.get("scale", "small"))
+    at_once = options.get("at-once", str(AT_ONCE))
+    if not at_once.isdigit() or at_once == "0":
+        raise ConfigError([f"--at-once is {at_once!r}; give how many commands may work at the same time, 1 or more"])
+    result = RESULTS[name]
+    runs = list(dict.fromkeys(result.runs(scale)))
+    display.say(f"{result.title}; --scale {scale.name}: {scale.words}")
+    if "plan" in options:
+        for run in runs:
+            display.say(f"  {shown(*run, *more)}")
+        display.say(f"{count(len(runs), 'command')}; nothing was submitted")
+        return
+    folder = _folder(scale, more)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    working = Runs(folder / "logs", int(at_once), display.say)
+    with _queued_again_in_time(working, display):
+        folders, failures = working.finish(runs, more)
+    write(result, scale, result.find(scale, folders), folder, display)
+    if failures:
+        lines = "\n".join(f"  {in_words(run)}: {why}" for run, why in failures.items())
+        raise TulaError(
+            f"{count(len(failures), 'run')} of {len(runs)} did not end well, and {name} lacks them:\n{lines}\n"
+            "The same command tries them again."
+        )
+
+
+def write(result: Result, scale: Scale, findings: Findings, folder: Path, display: Display) -> None:
+    """Leave NAME.md, .csv, .png, .pdf and .json (what the claims come to) in the folder, and say so."""
+    from tula_hpc.paper import drawing
+
+    place = folder / result.name
+    write_text(place.with_suffix(".csv"), findings.table.to_csv(index=False))
+    if findings.panels:
+        drawing.save(findings.panels, place)
+    write_json(place.with_suffix(".json"), {"scale": scale.name, "claims": findings.claims})
+    text = _page(result, scale, findings)
+    write_text(place.with_suffix(".md"), text)
+    display.say(text)
+    display.say(f"written: {place}.md, .csv, .png, .pdf")
+
+
+def _page(result: Result, scale: Scale, findings: Findings) -> str:
+    published = {claim.key: claim for claim in CLAIMS}
+    lines = [f"# {result.title}", "", f"Scale `{scale.name}`: {scale.words}.", ""]
+    if findings.claims:
+        rows = [
+            (c.statement, c.published, findings.claims[c.key]) for c in published.values() if c.key in findings.claims
+        ]
+        lines += [markdown(pd.DataFrame(rows, columns=["claim", "paper", "here"])), ""]
+    lines += [markdown(findings.table), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in findings.notes)]) + "\n"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The table in Markdown: numbers with four digits, what is unknown as a dash."""
+    header = [str(column).replace("_", " ") for column in table.columns]
+    rows = [[_cell(value) for value in row] for row in table.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _cell(value: object) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def _list(display: Display) -> None:
+    for result in sorted(RESULTS.values(), key=lambda result: result.name):
+        display.say(f"  {result.name:<9} {result.title}")
+    display.say("")
+    for scale in SCALES.values():
+        display.say(f"  --scale {scale.name:<6} {scale.words}")
+    display.say("")
+    display.say(f"  {shown('paper')} NAME [--scale small] [--at-once {AT_ONCE}] [--plan] [key=value ...]")
+    display.say("  settings such as cluster=mysite and data.root=/datasets are for every run of it")
+
+
+def _options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """`--scale`, `--at-once` and `--plan`, and the other arguments."""
+    options, rest = {}, []
+    waiting = iter(arguments)
+    for argument in waiting:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if argument == "--plan":
+            options["plan"] = ""
+        elif argument.startswith("--") and key in ("scale", "at-once"):
+            options[key] = value if equals else next(waiting, "")
+        else:
+            rest.append(argument)
+    return options, rest
+
+
+def _folder(scale: Scale, more: list[str]) -> Path:
+    """Where results of a scale are: below the runs they are made of."""
+    roots = [a.partition("=")[2] for a in more if a.startswith("run_root=")]
+    return Path(roots[-1] if roots else "runs").expanduser().absolute() / f"paper-{scale.name}"
+
+
+@contextmanager
+def _queued_again_in_time(working: Runs, display: Display) -> Iterator[None]:
+    """In a Slurm job that will end soon, leave the runs in order and put the job back into the queue."""
+    from tula_hpc.control import away
+
+    def time_is_up(*_: object) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGUSR2, time_is_up)
+    try:
+        yield
+    except _TimeIsUp:
+        display.say("the time of this job is nearly up; it queues again and goes on then")
+        if "SLURM_JOB_ID" not in os.environ:
+            raise TulaError("this is no Slurm job, so it cannot queue again; the same command goes on") from None
+        raise TulaError(f"this job could not queue itself again: {away.queue_again()}") from None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+class _TimeIsUp(BaseException):
+    """Slurm will end this job soon."""
