@@ -261,7 +261,8 @@ def test_help_says_which_methods_a_setting_is_for():
         readers = methods.readers(field.name)
         if readers not in (tuple(MethodKind), (MethodKind.ags,)):
             first_sentence = help_texts[f"method.{field.name}"].split("   ")[1].split(":")[0]
-            assert first_sentence == "For " + " and ".join(f"`{kind.name}`" for kind in readers)
+            *others, last = (f"`{kind.name}`" for kind in readers)
+            assert first_sentence == f"For {', '.join(others)}{' and ' if others else ''}{last}"
 
 
 def test_methods_that_differ_in_their_rate_share_measurements(tiny_settings: Make):

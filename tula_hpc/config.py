@@ -84,10 +84,11 @@ class MethodKind(Enum):
     lrs_sqrt = "lrs_sqrt"
     lars = "lars"
     polo = "polo"
+    static = "static"
 
     @property
     def scales_gradients(self) -> bool:
-        return self in (MethodKind.ags, MethodKind.ags_paper)
+        return self in (MethodKind.ags, MethodKind.ags_paper, MethodKind.static)
 
 
 class ReplanKind(Enum):
@@ -340,13 +341,17 @@ class MethodSettings:
     kind: MethodKind = MethodKind.ags
     """`ags`: adaptive gradient scaling; `ags_paper`: its Algorithm 1 as printed; `lbt`: plain large-batch training;
     `lrs_linear`, `lrs_sqrt`: the learning rate scaled by the batch, or by its square root; `lars`: a rate for each
-    layer, scaled by the batch; `polo`: post-local SGD. Choose by group, as in `method=polo`. A setting that is for
-    other methods is refused; one that names none is for `ags`."""
+    layer, scaled by the batch; `polo`: post-local SGD; `static`: the gradients of steps that are not sensitive times a
+    constant. Choose by group, as in `method=polo`. A setting that is for other methods is refused; one that names none
+    is for `ags`."""
     small_batch: int = 128
     """For any method: the global batch that the learning rate was tuned for. `ags` and `ags_paper` scale towards its
     gradients; `lrs_linear`, `lrs_sqrt` and `lars` scale the rate by how much larger, or smaller, the batch is."""
     delta_threshold: float = 0.5
-    """For `ags` and `ags_paper`: gradient variability (Eq. 5) at which a step is sensitive and is left unscaled."""
+    """For `ags`, `ags_paper` and `static`: gradient variability (Eq. 5) at which a step is sensitive and is left
+    unscaled."""
+    static_scale: float = 2.0
+    """For `static`: what the gradients of steps that are not sensitive are multiplied by (s of Eq. 8)."""
     granularity: Granularity = Granularity.element
     """One scale an element (as printed), channel, tensor, or for the whole model (`model`)."""
     gate: Gate = Gate.current
@@ -407,6 +412,12 @@ class TrainingSettings:
     """What happens when steps lastingly take another time than predicted, as on a network that others have begun to
     use: `offer` says so, and which configuration would be better for the rest; `auto` has the training save and go on
     there, at most twice; `off` (in a YAML file: 'off') does not look."""
+    trace_gradients: bool = False
+    """Write each step's gradient norm, its variability (Eq. 5), and whether it was scaled, to train/gradients.csv. A
+    second look at all gradients in each step, which profiling does not have."""
+    curvature_batch: int | None = None
+    """Compute the largest eigenvalue of the loss' Hessian on this many training samples at the end of each epoch
+    (`hessian_eigenvalue` in train/metrics.jsonl): up to a hundred passes over them, on the first rank. Null: do not."""
     collective_timeout_s: float = no_result(300.0)
     """A rank that waits longer than this for the others ends, and so does its job."""
 

@@ -29,6 +29,7 @@ METHODS = {
     MethodKind.lrs_linear: Method("learning rate in proportion to the batch", "linear"),
     MethodKind.lrs_sqrt: Method("learning rate with the square root of the batch", "sqrt"),
     MethodKind.lars: Method("LARS: a rate for each layer, in proportion to the batch", "linear"),
+    MethodKind.static: Method("static gradient scaling (Eq. 8)"),
     MethodKind.polo: Method("post-local SGD: synchronous in the warm-up, then local steps and averaged models"),
 }
 
@@ -36,7 +37,8 @@ METHODS = {
 _READERS: dict[str, tuple[MethodKind, ...]] = {
     "kind": tuple(MethodKind),
     "small_batch": tuple(MethodKind),
-    "delta_threshold": (MethodKind.ags, MethodKind.ags_paper),
+    "delta_threshold": (MethodKind.ags, MethodKind.ags_paper, MethodKind.static),
+    "static_scale": (MethodKind.static,),
     "refresh_epochs": (MethodKind.ags, MethodKind.ags_paper),
     "lars_lr": (MethodKind.lars,),
     "trust_coefficient": (MethodKind.lars,),
@@ -105,7 +107,7 @@ def notes(settings: Settings, global_batch: int, ranks: int) -> list[str]:
     """What a user would not expect of the method at this batch, on so many ranks."""
     method = settings.method
     tuned_for = f"tuned for {method.small_batch} (method.small_batch)"
-    if method.kind.scales_gradients and global_batch <= method.small_batch:
+    if method.kind in (MethodKind.ags, MethodKind.ags_paper) and global_batch <= method.small_batch:
         return [
             f"adaptive gradient scaling has nothing to do at a global batch of {global_batch}: the learning rate was "
             f"{tuned_for}"

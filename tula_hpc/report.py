@@ -217,7 +217,9 @@ def _call(node: dict[str, Any]) -> str:
 def _method(settings: Settings) -> str:
     method = settings.method
     text = f"{method.kind.name}: {METHODS[method.kind].words}"
-    if method.kind.scales_gradients:
+    if method.kind is MethodKind.static:
+        text += f", times {method.static_scale:g}, threshold {method.delta_threshold:g}"
+    elif method.kind.scales_gradients:
         text += f", towards batch {method.small_batch}, threshold {method.delta_threshold:g}"
     if method.kind is MethodKind.ags:
         text += f", one scale for each {method.granularity.name}"

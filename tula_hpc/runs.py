@@ -171,6 +171,11 @@ class RunFolder:
         return self.train / "metrics.jsonl"
 
     @property
+    def gradients(self) -> Path:
+        """A row a step, in a training that traces its gradients."""
+        return self.train / "gradients.csv"
+
+    @property
     def train_result(self) -> Path:
         return self.train / "result.json"
 

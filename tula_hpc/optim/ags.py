@@ -353,6 +353,12 @@ class TulaOptimizer(WrappedOptimizer):
         known = {name: float(value) for name, value in values.items() if value is not None}
         return {name: value for name, value in known.items() if math.isfinite(value)}
 
+    @property
+    def scaled_steps(self) -> Tensor | float:
+        """How many steps had their gradients scaled so far: of shape () on the device, or a number. A new object after
+        each step, so that one that was kept stays as it was."""
+        return self._scaled_steps
+
     def state_bytes(self) -> int:
         """Bytes AGS holds now besides the inner optimizer.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, default_collate
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
@@ -21,8 +21,10 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.lars import lars
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
 from tula_hpc.ranks import checkpoints, host_memory
+from tula_hpc.ranks.curvature import largest_eigenvalue
 from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
+from tula_hpc.ranks.gradient_trace import GradientTrace
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.pace import Pace
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
@@ -80,18 +82,26 @@ def train(
     if me.is_first:
         _keep_metrics_before(run, first_epoch)
         checkpoints.forget_unfinished(run.checkpoints)
+    seen_before = first_epoch * num_samples + samples_in_epoch
+    trace = GradientTrace(
+        run.gradients if me.is_first and hyper.trace_gradients else None, optimizer, samples_before=seen_before
+    )
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
     start = {
-        "samples_at_start": first_epoch * num_samples + samples_in_epoch,
+        "samples_at_start": seen_before,
         "started": time.time(),
         "launch": me.launch,
         "windows": pace.windows,
     }
 
+    def save(epoch: int, samples_in_epoch: int) -> None:
+        trace.write()
+        _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+
     def leave_if_warned(samples_in_epoch: int) -> None:
         if me.is_first and warning.is_set():
-            _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+            save(epoch, samples_in_epoch)
             raise TimeIsUp(f"{warning}; a checkpoint was written")
 
     def on_evaluated_batch() -> None:
@@ -145,6 +155,7 @@ def train(
             ):
                 with autocast(hyper.precision, device):
                     optimizer.refresh(model, loss_fn, inputs, targets)
+            trace.before_step(model.parameters())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -153,6 +164,7 @@ def train(
                 sums += torch.stack([loss.detach().float() * len(targets), correct.float()])
             samples_here += len(targets)
             samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, num_samples)
+            trace.after_step(epoch + 1, epoch * num_samples + samples_in_epoch)
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
                 timed_since, steps, data_wait_s = _now(device), 0, 0.0
@@ -164,7 +176,7 @@ def train(
             if average_if_due():
                 if me.is_first and time.monotonic() - saved_at > 60 * hyper.checkpoint_every_min:
                     saved_at = time.monotonic()
-                    _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+                    save(epoch, samples_in_epoch)
                     pace.leave_out()
                 leave_if_warned(samples_in_epoch)
             heartbeat.beat(f"training, epoch {epoch + 1}")
@@ -195,11 +207,14 @@ def train(
             "epoch_s": time.monotonic() - epoch_began,
             **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
         }
+        if me.is_first and hyper.curvature_batch is not None:
+            heartbeat.now(f"computing the curvature, epoch {epoch + 1}")
+            line["hessian_eigenvalue"] = _curvature(settings, model, loss_fn, train_set, device)
         samples_in_epoch = 0
         if me.is_first:
             _append_metrics(run, line)
             _draw(writer, line)
-            _save(run, epoch + 1, 0, num_samples, candidate, model, optimizer)
+            save(epoch + 1, 0)
             _write_progress(run, settings, (epoch + 1) * num_samples, num_samples, start)
             saved_at = time.monotonic()
 
@@ -227,6 +242,13 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
     if method.kind is MethodKind.ags_paper:
         batches = {"global_batch": global_batch, "small_batch": method.small_batch}
         return TulaOptimizer.paper(sgd, delta_threshold=method.delta_threshold, **batches)
+    if method.kind is MethodKind.static:
+        return TulaOptimizer(
+            sgd,
+            global_batch=global_batch,
+            delta_threshold=method.delta_threshold,
+            static_scale=method.static_scale,
+        )
     if method.kind is not MethodKind.ags:
         return sgd
     return TulaOptimizer(
@@ -336,6 +358,17 @@ def evaluate(
         sums += torch.stack([loss.double() * len(targets), top1.double(), top5.double(), sums.new_tensor(len(targets))])
     loss_sum, top1_sum, top5_sum, count = sum_over_ranks(sums).tolist()
     return {"test_loss": loss_sum / count, "test_top1": 100 * top1_sum / count, "test_top5": 100 * top5_sum / count}
+
+
+def _curvature(
+    settings: Settings, model: torch.nn.Module, loss_fn: Any, train_set: SizedDataset, device: torch.device
+) -> float:
+    """The Hessian's largest eigenvalue on the first samples of the training set, the same ones each time."""
+    wanted = min(settings.training.curvature_batch or 0, len(train_set))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.training.seed)
+        inputs, targets = default_collate([train_set[i] for i in range(wanted)])
+    return largest_eigenvalue(inner_module(model), loss_fn, inputs.to(device), targets.to(device))
 
 
 def _restore(state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -163,6 +163,53 @@ def cifar100(root: Path, train: bool, download: bool = False) -> Dataset:
     return datasets.CIFAR100(root, train=train, transform=transform, download=download)
 
 
+class _Augmented(Dataset[Any]):
+    """Small colour images held in memory as bytes, (samples, 3, side, side), normalised when they are asked for; to
+    train on, moved by up to four pixels and mirrored at random."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, train: bool, mean: Any, std: Any):
+        self._images, self._labels, self._train = images, [int(label) for label in labels], train
+        self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = self._images[index].float().div_(255).sub_(self._mean).div_(self._std)
+        if self._train:
+            side = image.shape[-1]
+            down, right, mirror = (int(i) for i in torch.randint(9, (3,)))
+            image = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, down : down + side, right : right + side]
+            image = image.flip(-1) if mirror % 2 else image
+        return image, self._labels[index]
+
+
+def cifar10(root: Path, train: bool, download: bool = False) -> Dataset:
+    """CIFAR-10 with padded crops and flips, from torchvision's folder or the binary version's."""
+    binary = root / "cifar-10-batches-bin"
+    if binary.is_dir() and not download:
+        names = [f"data_batch_{i}.bin" for i in range(1, 6)] if train else ["test_batch.bin"]
+        raw = b"".join((binary / name).read_bytes() for name in names)
+        rows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
+        images, labels = rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
+    else:
+        from torchvision.datasets import CIFAR10
+
+        read = CIFAR10(root, train=train, download=download)
+        images, labels = torch.from_numpy(read.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(read.targets)
+    return _Augmented(images, labels, train, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
+
+
+def resnet18_32px(num_classes: int) -> torch.nn.Module:
+    """ResNet18 whose first layer fits images of 32 pixels: 3x3, no stride, no pooling."""
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=num_classes)
+    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = torch.nn.Identity()
+    return model
+
+
 def imagenet(root: Path, train: bool, image_size: int) -> Dataset:
     """ImageNet as folders of classes below `imagenet/train` and `imagenet/val`."""
     from torchvision.datasets import ImageFolder
