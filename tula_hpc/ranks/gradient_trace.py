@@ -23,7 +23,7 @@ class GradientTrace:
 
     Columns: `step` from 1 on; `epoch` from 1 on, the one it is in; `samples` seen after it; `gradient_norm`, the L2
     norm of all gradients as one vector, averaged over the ranks (in local steps the first rank's own), before any
-    scaling; `variability`, Eq. (5), empty for the first step; `scaled`, 1 if the optimizer scaled the gradients, else 0.
+    scaling; `variability`, Eq. (5), empty for the first step; `scaled`, whether the optimizer scaled them, 1 or 0.
 
     Args:
         path: Where the rows go; None: nowhere, as on all ranks but the first.
