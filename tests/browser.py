@@ -50,6 +50,7 @@ def open_browser() -> Iterator[Any]:
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         driver = webdriver.Chrome(options, Service(str(driver_path)))
+        driver.set_script_timeout(300)
         try:
             yield driver
         finally:

@@ -998,7 +998,7 @@ def two_ranks(rank, folder):
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=30),  # a hang is a failure
+        timeout=datetime.timedelta(seconds=300),  # a hang is a failure
     )
     found = {}
 

@@ -29,10 +29,10 @@ def smallest(tiny_overrides: list[str]) -> list[str]:
     return [*tiny_overrides, *one]
 
 
-def tula(folder: Path, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+def tula(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tula_hpc", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def finished_run(answer: subprocess.CompletedProcess[str]) -> RunFolder:
@@ -55,7 +55,7 @@ def test_the_quickstart_reaches_its_accuracy_and_is_not_repeated(tmp_path: Path)
     for words in ("candidates", "<- chosen", "chosen by knee", "predicted"):
         assert words in answer.stdout
     events = sorted(run.journal.iterdir())
-    assert finished_run(tula(tmp_path, timeout_s=30)) == run
+    assert finished_run(tula(tmp_path)) == run
     assert sorted(run.journal.iterdir()) == events
 
 
@@ -77,7 +77,7 @@ def test_a_run_ends_with_its_choice_and_goes_on_when_asked(tmp_path: Path, small
     assert run.selection.exists()
     assert not run.train.exists()
     assert "This run is not finished" not in run.report.read_text()
-    again = tula(tmp_path, *smallest, "until=choice", timeout_s=30)
+    again = tula(tmp_path, *smallest, "until=choice")
     assert finished_run(again) == run
     assert "not trained, as until=choice asks" in again.stdout
     answer = tula(tmp_path, *smallest)
@@ -88,7 +88,8 @@ def test_a_run_ends_with_its_choice_and_goes_on_when_asked(tmp_path: Path, small
 
 def test_adaptive_search_measures_less_and_says_why_it_ended(tmp_path: Path, tiny_overrides: list[str]):
     """With search=adaptive the loop keeps the budget, goes on to a choice, and records what ended the search."""
-    arguments = [*tiny_overrides, "search=adaptive", "search.max_points=4", "search.tolerance=1e-6"]
+    budget = ["search.max_points=4", "search.verify_choice=false"]  # the choice may be a fifth, and is then measured
+    arguments = [*tiny_overrides, "search=adaptive", *budget, "search.tolerance=1e-6"]
     answer = tula(tmp_path, *arguments)
     run = finished_run(answer)
     fit = read_json(run.fit)
@@ -126,7 +127,7 @@ def running_ranks(folder: Path) -> list[str]:
 
 def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smallest: list[str]):
     """After kill -9 in the training no process is left, and the same command ends it with one line an epoch."""
-    arguments = [*smallest, "training.epochs=60", f"run_root={tmp_path}/runs"]
+    arguments = [*smallest, "training.epochs=300", f"run_root={tmp_path}/runs"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tula_hpc", *arguments]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -134,7 +135,7 @@ def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smal
         process.kill()
     wait_until(lambda: not running_ranks(tmp_path))
     run = finished_run(tula(tmp_path, *arguments))
-    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, 61))
+    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, 301))
     assert [a.verdict for a in Journal(run.journal).state().of("train")] == [Verdict.incomplete, Verdict.success]
 
 
@@ -318,8 +319,8 @@ def test_a_missing_data_set_is_fetched_only_on_request(tmp_path: Path, smallest:
 
 def test_the_wheel_holds_the_configuration(tmp_path: Path, tiny_settings: Callable[..., Settings]):
     """What `pip install` brings without the repository has conf/ inside and composes from there."""
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, timeout=300)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--retries", "10", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, timeout=900)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -108,7 +108,7 @@ def test_of_many_at_once_one_gets_it(run_folder: RunFolder):
     processes = [context.Process(target=_compete, args=(run_folder, start, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=60) for _ in processes]
+    outcomes = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(outcomes) == [False, False, False, True]

@@ -25,6 +25,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Counter[str]]:
 def _done(points: int, folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))  # what another one was told last does not count
         controller_load.prepare(folder, points, RANKS)
         for module, name in ((timings, "read_json"), (journal, "read_json"), (journal, "sync_folder")):
             _count(patch, found, module, name)

@@ -47,6 +47,25 @@ class Stubborn(torch.nn.Module):
         return self.layer(images.flatten(1))
 """
 
+# Does nothing until it is told to.
+PATIENT = """
+import time
+from pathlib import Path
+
+import torch
+
+
+class Patient(torch.nn.Module):
+    def __init__(self, **_):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, images):
+        while not Path(__file__).with_name("go").exists():
+            time.sleep(0.02)
+        return self.layer(images.flatten(1))
+"""
+
 
 @pytest.fixture
 def attempts(
@@ -90,7 +109,7 @@ def start(folders: list[AttemptFolder], num_ranks: int) -> list[subprocess.Popen
 def run(folders: list[AttemptFolder], num_ranks: int) -> list[str]:
     """Let the job run to its end; what each rank printed."""
     ranks = start(folders, num_ranks)
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    printed = [rank.communicate(timeout=900)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * num_ranks, printed
     return printed
 
@@ -122,14 +141,18 @@ def test_a_killed_rank_ends_its_attempt_and_nothing_else(
     assert read_point(folders[2], candidates[2])["num_nodes"] == 1
 
 
-def test_no_attempt_is_begun_when_the_time_is_nearly_up(attempts: Callable[..., list[AttemptFolder]]):
+def test_no_attempt_is_begun_when_the_time_is_nearly_up(
+    attempts: Callable[..., list[AttemptFolder]], run_folder: RunFolder
+):
     """After the scheduler's warning the attempt that runs is finished, and the next is left to another job."""
+    (run_folder.path / "patient.py").write_text(PATIENT)
     candidates = [Candidate(1, 32), Candidate(1, 64)]
-    folders = attempts(candidates)
+    folders = attempts(candidates, "workload.model._target_=patient.Patient")
     (rank,) = start(folders, 1)
     wait_until(folders[0].rank_log(0).exists)
     rank.send_signal(signal.SIGUSR2)
-    printed = rank.communicate(timeout=60)[0]
+    (run_folder.path / "go").touch()
+    printed = rank.communicate(timeout=300)[0]
     assert rank.returncode == 0
     assert read_point(folders[0], candidates[0])["num_nodes"] == 1
     assert not folders[1].claim.exists()
@@ -146,9 +169,9 @@ def test_the_process_of_an_attempt_ends_with_the_one_that_started_it(
     (rank,) = start(folders, 1)
     wait_until(folders[0].claim.exists)
     rank.send_signal(number)
-    rank.communicate(timeout=60)
+    rank.communicate(timeout=300)
     assert rank.returncode != 0
-    wait_until(lambda: not _processes(folders[0]), timeout_s=20)
+    wait_until(lambda: not _processes(folders[0]))
     assert folders[0].errors() == []
 
 

@@ -110,6 +110,8 @@ def _compete(settings: Settings, name: str, start: Any, results: Any) -> None:
         start.wait()
         results.put(len(shared(settings, run).divide([POINT])[0]))
         start.wait()  # work on until all have decided
+    results.close()
+    results.join_thread()  # else the answer may still be on its way
     os._exit(0)
 
 
@@ -121,7 +123,7 @@ def test_of_many_at_once_one_measures(tiny_settings: Callable[..., Settings]):
     processes = [context.Process(target=_compete, args=each) for each in arguments]
     for process in processes:
         process.start()
-    assert sorted(results.get(timeout=60) for _ in processes) == [0, 0, 1]
+    assert sorted(results.get(timeout=300) for _ in processes) == [0, 0, 1]
     for process in processes:
         process.join()
 

@@ -37,7 +37,7 @@ def two_processes(folder: Path) -> Iterator[Run]:
         found: dict[int, Any] = {}
         while len(found) < 2:
             try:
-                rank, result, error = answers.get(timeout=180)
+                rank, result, error = answers.get(timeout=900)
             except queue.Empty:
                 raise AssertionError(f"no answer from ranks {sorted({0, 1} - set(found))}") from None
             assert error is None, f"rank {rank}: {error}"
@@ -62,7 +62,7 @@ def _serve(rank: int, inbox: Any, answers: Any) -> None:
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=2,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=300),
         )
         try:
             result = task(rank, *arguments)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Return as soon as the condition holds; fail after the time limit."""
+def wait_until(condition: Callable[[], object], timeout_s: float = 300) -> None:
+    """Return as soon as the condition holds; fail after the time limit, which a busy machine needs more of."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

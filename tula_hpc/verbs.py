@@ -318,14 +318,17 @@ def _rank_log(run: RunFolder, folder: AttemptFolder, job_id: str, rank: int) -> 
 
 
 def cancel(arguments: list[str], display: Display) -> None:
-    """End a run's controller and jobs. The mark in the folder comes first: whoever works on the run submits no more."""
+    """End a run's controller and jobs. The mark in the folder comes before that: whoever works on the run submits no
+    more."""
     run = _only_a_run("cancel", arguments)
     if run.is_finished:
         display.say(f"{run.path} is finished; there is nothing to cancel")
         return
-    write_text(run.cancelled, "")
     on_slurm = read_plain_settings(run).get("cluster", {}).get("kind") == ClusterKind.slurm.name  # of any version
-    ended = _end_queued(run) if on_slurm else set()
+    ended = _queued_now(run) if on_slurm else set()  # its controller may be faster than we, once it finds the mark
+    write_text(run.cancelled, "")
+    if on_slurm:
+        ended |= _end_queued(run)
     left = _wait_until_it_left(run)
     if on_slurm:  # what it submitted while it was told
         ended |= _end_queued(run)
@@ -336,6 +339,16 @@ def cancel(arguments: list[str], display: Display) -> None:
     display.say(f"cancelled; {len(ended)} jobs ended in Slurm" if on_slurm else "cancelled")
     display.say(f"to go on with it: {shown('attach', str(run.path))}")
     display.say(f"run folder: {run.path}")
+
+
+def _queued_now(run: RunFolder) -> set[str]:
+    """The jobs that Slurm has of the run; none if it does not say."""
+    from tula_hpc.control import away
+
+    try:
+        return {job.job_id for job in away.jobs_of(run)}
+    except SchedulerSilent:
+        return set()
 
 
 def _end_queued(run: RunFolder) -> set[str]:

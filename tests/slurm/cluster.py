@@ -42,6 +42,9 @@ CONTROLLER, ACCOUNTING, DATABASE = "slurmctld", "slurmdbd", "mariadbd"
 
 USABLE_STATES = ("idle", "mix", "alloc")
 
+PATIENCE_S = 180.0
+"""How long whatever takes a moment may take on a machine that is busy with something else."""
+
 PROGRAMS = {  # program: the Debian package that brings it
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -77,15 +80,15 @@ class SlurmSettings:
     """Rate of each host's link in both directions, in tc's words ("1gbit"); None: as fast as the machine."""
     accounting: bool = True
     """Whether there is a slurmdbd, so that sacct answers."""
-    min_job_age_s: int = 300
-    """Seconds for which squeue and scontrol remember a finished job."""
+    min_job_age_s: int = 3600
+    """Seconds for which squeue and scontrol remember a finished job; long, so that a test may count a run's jobs."""
     max_array_size: int = 1001
     """One more than the largest array index."""
     kill_wait_s: int = 5
     """Seconds between TERM and KILL when a job is cancelled or over its time."""
     node_timeout_s: int = 7
     """Seconds of silence after which Slurm begins to doubt a host; it calls it down after about twice as long."""
-    message_timeout_s: int = 5
+    message_timeout_s: int = 10
     """Seconds a command waits for a controller that does not answer."""
     requeue_wait_s: int = 120
     """Seconds a requeued job waits (reason BeginTime). Also the life time of job credentials, hence not below 10."""
@@ -196,7 +199,7 @@ class ThrowawaySlurm:
                 self._start_node(node)
             for node in self.node_names:
                 self._wait_answer(node)
-            self.wait_idle(30)
+            self.wait_idle()
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
@@ -216,7 +219,7 @@ class ThrowawaySlurm:
     def node_names(self) -> list[str]:
         return self.settings.node_names
 
-    def run(self, *command: str | Path, timeout_s: float = 60.0) -> str:
+    def run(self, *command: str | Path, timeout_s: float = PATIENCE_S) -> str:
         """Run a command against this cluster and return what it printed; raise with its error text if it fails."""
         arguments = [str(part) for part in command]
         done = subprocess.run(
@@ -262,21 +265,21 @@ class ThrowawaySlurm:
             parts += [f"--- {file.name}", *lines[-num_lines:]]
         return "\n".join(parts)
 
-    def wait_idle(self, timeout_s: float = 30.0) -> None:
+    def wait_idle(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until every host is idle, which also means that no job runs or winds down."""
         expected = dict.fromkeys(self.node_names, "idle")
         self._wait(lambda: self.node_states() == expected, timeout_s, "idle hosts")
 
-    def wait_node_state(self, node: str, state: str, timeout_s: float = 40.0) -> None:
+    def wait_node_state(self, node: str, state: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until sinfo's word for a host begins with this state, so "down" also accepts "down*"."""
         self._wait(lambda: self.node_states().get(node, "").startswith(state), timeout_s, f"host {node} to be {state}")
 
-    def wait_empty(self, timeout_s: float = 60.0) -> None:
+    def wait_empty(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until no job waits or runs any more and every host is idle."""
         self._wait(lambda: not self.run("squeue", "-h").strip(), timeout_s, "an empty queue")
         self.wait_idle(timeout_s)
 
-    def cancel_all(self, timeout_s: float = 60.0) -> None:
+    def cancel_all(self, timeout_s: float = PATIENCE_S) -> None:
         """Cancel every job, waiting ones too, and wait until all hosts are idle."""
         self.run("scancel", "--user", "root")
         self.wait_empty(timeout_s)
@@ -292,7 +295,9 @@ class ThrowawaySlurm:
         if self._pid(node) is None:
             self._start_node(node)
         self._wait_answer(node)
-        self._wait(lambda: self.node_states().get(node) in USABLE_STATES, 40, f"host {node} to be used again", node)
+        self._wait(
+            lambda: self.node_states().get(node) in USABLE_STATES, PATIENCE_S, f"host {node} to be used again", node
+        )
 
     def freeze_controller(self) -> None:
         """The controller hangs: connections are accepted and never answered."""
@@ -309,7 +314,7 @@ class ThrowawaySlurm:
     def start_controller(self) -> None:
         """Start the controller, or start it again with the jobs it knew, and wait until it answers."""
         self._start_daemon(CONTROLLER, "slurmctld", "-D")
-        self._wait(lambda: "is UP" in self._try("scontrol", "ping"), 20, "the controller to answer", CONTROLLER)
+        self._wait(lambda: "is UP" in self._try("scontrol", "ping"), PATIENCE_S, "the controller to answer", CONTROLLER)
 
     def stop_accounting(self) -> None:
         """The accounting daemon ends; the controller goes on and keeps its records for later."""
@@ -318,7 +323,9 @@ class ThrowawaySlurm:
     def start_accounting(self) -> None:
         """Start the accounting daemon, or start it again, and wait until it can be asked."""
         self._start_daemon(ACCOUNTING, "slurmdbd", "-D")
-        self._wait(lambda: self._listens(f":{ACCOUNTING_PORT}"), 20, "the accounting daemon to answer", ACCOUNTING)
+        self._wait(
+            lambda: self._listens(f":{ACCOUNTING_PORT}"), PATIENCE_S, "the accounting daemon to answer", ACCOUNTING
+        )
 
     def heal(self) -> None:
         """Undo whatever of the above a test left undone; where there is nothing, this takes milliseconds."""
@@ -332,7 +339,7 @@ class ThrowawaySlurm:
                 self.restart_node(node)
             elif state.startswith("dr"):  # drained or draining: Slurm does so itself where a job would not die
                 self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        self._wait(self._all_usable, 40, "all hosts to be usable")
+        self._wait(self._all_usable, PATIENCE_S, "all hosts to be usable")
 
     def _all_usable(self) -> bool:
         states = self.node_states()
@@ -346,7 +353,7 @@ class ThrowawaySlurm:
         socket_folder.mkdir(mode=0o755, exist_ok=True)
         shutil.chown(socket_folder, "munge", "munge")
         self.run("su", "-s", "/bin/sh", "munge", "-c", shutil.which("munged", path=_path()) or "munged")
-        self._wait(lambda: self._answers("munge", "-n"), 10, "munge to answer")
+        self._wait(lambda: self._answers("munge", "-n"), PATIENCE_S, "munge to answer")
 
     def _lay_network(self) -> None:
         network = self.settings.network
@@ -400,7 +407,7 @@ class ThrowawaySlurm:
         grant.write_text("".join(f"{statement};\n" for statement in statements))  # must stand one to a line
         private = (f"--socket={socket_file}", "--skip-networking", f"--init-file={grant}")
         self._start_daemon(DATABASE, "mariadbd", *small, *private)
-        self._wait(lambda: self._listens(str(socket_file)), 30, "the data base to answer", DATABASE)
+        self._wait(lambda: self._listens(str(socket_file)), PATIENCE_S, "the data base to answer", DATABASE)
 
     def _start_node(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir(exist_ok=True)
@@ -414,7 +421,7 @@ class ThrowawaySlurm:
         self._start_daemon(node, *enter, "sh", "-c", become_node, node)
 
     def _wait_answer(self, node: str) -> None:
-        self._wait(lambda: self._listens(f":{NODE_PORT}", node), 20, f"host {node} to answer", node)
+        self._wait(lambda: self._listens(f":{NODE_PORT}", node), PATIENCE_S, f"host {node} to answer", node)
 
     def _link(self, node: str) -> str:
         return NODE_LINK_PREFIX + node.removeprefix(NODE_PREFIX)
@@ -444,7 +451,7 @@ class ThrowawaySlurm:
 
     def _stop_daemon(self, name: str) -> None:
         self._signal(name, signal.SIGTERM)
-        self._wait(lambda: self._pid(name) is None, 20, f"{name} to end")
+        self._wait(lambda: self._pid(name) is None, PATIENCE_S, f"{name} to end")
 
     def _pid(self, name: str) -> int | None:
         process = self._processes.get(name)
@@ -664,7 +671,7 @@ def _kill_daemons(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not any(pids)
 
-    wait_until(all_dead, 10, f"the daemons with pid files in {folder / 'run'} to die")
+    wait_until(all_dead, PATIENCE_S, f"the daemons with pid files in {folder / 'run'} to die")
 
 
 def _own_pid(pid_file: Path, conf_file: Path) -> int | None:
@@ -695,7 +702,7 @@ def _kill_namespace(node: str) -> None:
                 os.kill(int(pid), signal.SIGKILL)
         return not listed.strip()
 
-    wait_until(empty, 20, f"the processes of host {node} to die")
+    wait_until(empty, PATIENCE_S, f"the processes of host {node} to die")
 
 
 def _remove_cgroups() -> None:
@@ -709,7 +716,7 @@ def _remove_cgroups() -> None:
                     folder.rmdir()
         return not any(top.exists() for top in found)
 
-    wait_until(removed, 10, "the cgroups of the hosts to be removed")
+    wait_until(removed, PATIENCE_S, "the cgroups of the hosts to be removed")
 
 
 def _hosts_without_ours() -> str:

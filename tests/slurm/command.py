@@ -25,7 +25,7 @@ def tula(
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
 
 

@@ -13,12 +13,13 @@ import pytest
 from .cluster import SlurmSettings, ThrowawaySlurm, missing_reason
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slurm_cluster() -> Iterator[Callable[[SlurmSettings], ThrowawaySlurm]]:
     """Give the running cluster if it has the wanted settings, else replace it; SLURM_CONF points to it.
 
     Modules that need other settings override the fixture `slurm_settings`. Call this one directly only from a fixture
-    or a test whose module does not use `slurm`, because the cluster that others hold ends with the replacement.
+    or a test whose module does not use `slurm`, because the cluster that others hold ends with the replacement. The
+    last one ends with this package: the tests after it find no Slurm, as where they run alone.
     """
     running: list[ThrowawaySlurm] = []
     environment = pytest.MonkeyPatch()
@@ -28,7 +29,7 @@ def slurm_cluster() -> Iterator[Callable[[SlurmSettings], ThrowawaySlurm]]:
             _skip_or_fail(missing_reason(settings))
             while running:
                 running.pop().stop()
-            replacement = ThrowawaySlurm(settings, lock_wait_s=300)  # another test run may hold it for minutes
+            replacement = ThrowawaySlurm(settings, lock_wait_s=1800)  # another test run may hold it until its end
             replacement.start()
             running.append(replacement)
             environment.setenv("SLURM_CONF", str(replacement.conf_file))

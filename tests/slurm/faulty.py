@@ -78,8 +78,8 @@ num_classes: 10
 """
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    wait_until(condition, seconds, what, lambda: "not yet")
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    wait_until(condition, 600, what, lambda: "not yet")
 
 
 @dataclass
@@ -95,7 +95,9 @@ class Tula:
 
     def __post_init__(self) -> None:
         (self.folder / "workload").mkdir(exist_ok=True, parents=True)
-        (self.folder / "faulty_model.py").write_text(MODEL)
+        model = self.folder / "faulty_model.py"
+        if not model.exists():  # a job may be reading it
+            model.write_text(MODEL)
         text = WORKLOAD.format(folder=self.folder, from_batch=self.from_batch)
         (self.folder / "workload" / "faulty.yaml").write_text(text)
 
@@ -130,7 +132,7 @@ class Tula:
     def end(self) -> tuple[int, str]:
         """Exit code and output, once the command has ended by itself."""
         assert self.process is not None
-        text, _ = self.process.communicate(timeout=300)
+        text, _ = self.process.communicate(timeout=1800)
         return self.process.returncode, text
 
     def kill(self) -> None:
@@ -154,19 +156,21 @@ class Tula:
     def attempts(self, job: str) -> list[Attempt]:
         return Journal(self.run.journal).state().of(job)
 
+    def wait_submitted(self, job: str, number: int = 1) -> Attempt:
+        """The attempt, as soon as its id is on record."""
+
+        def submitted() -> bool:
+            attempts = self.attempts(job)
+            return len(attempts) >= number and attempts[number - 1].job_id is not None
+
+        wait_for(submitted, f"the id of {job} attempt {number}")
+        return self.attempts(job)[number - 1]
+
     def wait_claimed(self, job: str, number: int = 1) -> Attempt:
         """The attempt, as soon as its rank 0 works and its id is on record."""
         claim = self.run.attempt(job, number).claim
         wait_for(lambda: (claim / "launch.json").exists(), f"{job} attempt {number} to begin")
-        wait_for(
-            lambda: len(self.attempts(job)) >= number and self.attempts(job)[number - 1].job_id is not None, "its id"
-        )
-        return self.attempts(job)[number - 1]
-
-    def wait_beating(self, job: str, number: int = 1) -> None:
-        """Wait until the attempt has built its model, so that its next step comes soon."""
-        beat = self.run.attempt(job, number).heartbeat
-        wait_for(lambda: beat.exists() and "building" in beat.read_text(), f"{job} to be built")
+        return self.wait_submitted(job, number)
 
     def verdicts(self, job: str) -> list[str]:
         return [a.verdict.value if a.verdict else "none" for a in self.attempts(job)]

@@ -50,11 +50,11 @@ def log(run: RunFolder) -> str:
 
 
 def wait_finished(run: RunFolder) -> None:
-    wait_until(lambda: run.is_finished, 120, "the run to finish", lambda: log(run))
+    wait_until(lambda: run.is_finished, 600, "the run to finish", lambda: log(run))
 
 
 def wait_training(run: RunFolder) -> None:
-    wait_until(lambda: bool(run.read_metrics()), 120, "the training to begin", lambda: log(run))
+    wait_until(lambda: bool(run.read_metrics()), 600, "the training to begin", lambda: log(run))
 
 
 def active(slurm: ThrowawaySlurm) -> list[str]:
@@ -89,7 +89,7 @@ def test_a_second_command_does_not_submit_a_second_controller(
 ):
     """While the controller job waits or runs, the same command names it and submits nothing."""
     first = named_run(tula(tmp_path, *tiny_overrides, *AWAY, *LONG))
-    wait_until(lambda: holder_of(first) is not None, 60, "the controller to begin", lambda: log(first))
+    wait_until(lambda: holder_of(first) is not None, 600, "the controller to begin", lambda: log(first))
     answer = tula(tmp_path, *tiny_overrides, *AWAY, *LONG)
     assert named_run(answer) == first
     assert f"Slurm job {read_json(first.controller_job)['job_id']} (running) already" in answer.stdout
@@ -110,12 +110,12 @@ def test_a_controller_job_that_is_queued_again_goes_on_and_doubles_nothing(
 
     def restarted() -> bool:
         try:
-            return read_json(run.lease)["restart"] == 1
+            lease = read_json(run.lease)
         except RecordError:
             return False
+        return (lease["slurm_job"], lease["restart"]) == (job_id, 1)
 
-    wait_until(restarted, 60, "the controller to begin again", lambda: log(run))
-    assert read_json(run.lease)["slurm_job"] == job_id
+    wait_until(restarted, 600, "the controller to begin again", lambda: log(run))
     wait_finished(run)
     attempts = Journal(run.journal).state().attempts.values()
     assert [(a.job, a.verdict) for a in attempts] == [
@@ -173,7 +173,8 @@ def test_cancel_ends_the_jobs_of_one_run_and_no_others(
     assert named_run(answer) == run
     assert "2 jobs ended" in answer.stdout
     assert active(slurm) == [other]
-    assert [a.ending for a in Journal(run.journal).state().of("train")] == [Verdict.cancelled]
+    # its controller may have seen the end of the job itself, and judged it
+    assert [a.verdict or a.ending for a in Journal(run.journal).state().of("train")] == [Verdict.cancelled]
     assert "cancelled" in tula(tmp_path, "list").stdout
     assert "0 jobs ended" in tula(tmp_path, "cancel", run.path.name).stdout
     assert active(slurm) == [other]
@@ -187,7 +188,7 @@ def test_attach_takes_up_what_a_killed_controller_left(
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tula_hpc", *arguments]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: bool(list(tmp_path.glob("runs/*/train/metrics.jsonl"))), 120, "the training to begin")
+        wait_until(lambda: bool(list(tmp_path.glob("runs/*/train/metrics.jsonl"))), 600, "the training to begin")
         process.kill()
     (run,) = (tmp_path / "runs").glob("*-*")
     elsewhere = tmp_path / "elsewhere"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import SlurmClusterError, ThrowawaySlurm, wait_until
+from .cluster import PATIENCE_S, SlurmClusterError, ThrowawaySlurm, wait_until
 
 WRITE_MANIFEST = """
 import json, os, socket
@@ -24,14 +24,14 @@ rank = int(os.environ["SLURM_PROCID"])
 seen = {"host": socket.gethostname(), "addresses": [socket.gethostbyname(name) for name in names]}
 if rank == 0:
     with socket.create_server((socket.gethostbyname(names[0]), 29000)) as server:
-        server.settimeout(20)
+        server.settimeout(120)
         connection, peer = server.accept()
         seen["peer"] = peer[0]
         connection.close()
 else:
-    for _ in range(200):
+    for _ in range(2400):
         try:
-            connection = socket.create_connection((names[0], 29000), timeout=20)
+            connection = socket.create_connection((names[0], 29000), timeout=120)
             break
         except ConnectionRefusedError:
             __import__("time").sleep(0.05)
@@ -76,7 +76,7 @@ def test_step_over_its_memory_is_killed(slurm: ThrowawaySlurm, tmp_path: Path) -
         rows = slurm.sacct(job_id, "JobID", "State")
         return next((row["State"] for row in rows if row["JobID"] == f"{job_id}.0"), "not yet recorded")
 
-    wait_until(lambda: step_state() == "OUT_OF_MEMORY", 10, "the step to be OUT_OF_MEMORY", step_state)
+    wait_until(lambda: step_state() == "OUT_OF_MEMORY", PATIENCE_S, "the step to be OUT_OF_MEMORY", step_state)
     (log,) = tmp_path.glob("job-*.log")
     assert "oom_kill" in log.read_text() or "oom-kill" in log.read_text()
     assert str(600 << 20) not in log.read_text()

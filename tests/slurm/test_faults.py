@@ -17,6 +17,9 @@ ONE = ["grid.max_nodes=1", "grid.max_batch_per_rank=32"]
 TWO = ["grid.max_nodes=1", "grid.max_batch_per_rank=64", "search=full"]
 PAIR = ["grid.min_nodes=2", "grid.max_nodes=2", "grid.max_batch_per_rank=64", "search=full"]
 SMALL, LARGE = "profile/n001-b00032", "profile/n001-b00064"
+# as long as the training is slow it goes on for a minute: it is not over before a test has done what it wants to
+LONG = ["training.epochs=40"]
+LONG_EPOCHS = list(range(1, 41))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def test_a_cancelled_element_is_left_out_and_the_rest_goes_on(slurm: ThrowawaySl
     tula.switch_on("hold")
     tula.start()
     running = tula.wait_claimed(SMALL)
-    pending = tula.attempts("profile/n001-b00128")[0]
+    pending = tula.wait_submitted("profile/n001-b00128")
     slurm.run("scancel", str(running.job_id))
     slurm.run("scancel", str(pending.job_id))
     tula.wait_claimed(LARGE)
@@ -116,12 +119,12 @@ def test_a_requeue_is_refused_by_a_job_that_has_one_owner(slurm: ThrowawaySlurm,
     tula.switch_on("hold")
     tula.start()
     attempt = tula.wait_claimed(SMALL)
+    launch = tula.run.attempt(SMALL, 1).launch
+    first = read_json(launch)["launch"]
     refused = subprocess.run(["scontrol", "requeue", str(attempt.job_id)], capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     slurm.run("scontrol", "update", f"jobid={attempt.job_id}", "requeue=1")
     slurm.run("scontrol", "requeue", str(attempt.job_id))
-    launch = tula.run.attempt(SMALL, 1).launch
-    first = read_json(launch)["launch"]
     tula.switch_off("hold")
     wait_for(lambda: read_json(launch)["launch"] != first, "the second launch")
     tula.finish()
@@ -152,7 +155,7 @@ def test_cuda_memory_runs_out_on_one_rank_of_a_training(tula: Tula, where: str):
 
 def test_a_preempted_training_goes_on_with_the_same_samples(slurm: ThrowawaySlurm, tula: Tula):
     """The early signal comes 4 s after the start of a job of five minutes; it is no time-out, and no sample is lost."""
-    tula.overrides += ["cluster.train_time_limit_min=5", "training.epochs=3"]
+    tula.overrides += ["cluster.train_time_limit_min=5", *LONG]
     tula.start()
     wait_for(tula.run.selection.exists, "the choice")
     tula.switch_on("slow")
@@ -163,12 +166,12 @@ def test_a_preempted_training_goes_on_with_the_same_samples(slurm: ThrowawaySlur
     text = tula.finish()
     assert tula.verdicts("train") == ["preempted", "success"]
     assert "SIGUSR2 came" in text
-    assert [line["epoch"] for line in tula.run.read_metrics()] == [1, 2, 3]
+    assert [line["epoch"] for line in tula.run.read_metrics()] == LONG_EPOCHS
 
 
 def test_a_training_that_slurm_preempts_goes_on_when_there_is_room(slurm: ThrowawaySlurm, tula: Tula):
     """A job of a more urgent partition takes the nodes without a warning; the training goes on after it."""
-    tula.overrides += ["training.epochs=3"]
+    tula.overrides += LONG
     tula.start()
     wait_for(tula.run.selection.exists, "the choice")
     tula.switch_on("slow")
@@ -181,19 +184,22 @@ def test_a_training_that_slurm_preempts_goes_on_when_there_is_room(slurm: Throwa
     tula.switch_off("slow")
     tula.finish()
     assert tula.verdicts("train") == ["preempted", "success"]
-    assert [line["epoch"] for line in tula.run.read_metrics()] == [1, 2, 3]
+    assert [line["epoch"] for line in tula.run.read_metrics()] == LONG_EPOCHS
 
 
 def test_a_training_longer_than_its_time_limit_takes_several_jobs(tula: Tula):
-    """A minute is not enough: the job saves before its end and the next one goes on."""
+    """A minute is not enough: the job saves before its end and the next one goes on, or on a busy machine the one after
+    that."""
     tula.overrides += ["cluster.train_time_limit_min=1", "training.epochs=60", "data.train_samples=null"]
     tula.start()
     wait_for(tula.run.selection.exists, "the choice")
     tula.switch_on("slow")
-    wait_for(lambda: len(tula.attempts("train")) > 1, "the second job", 200)
+    wait_for(lambda: len(tula.attempts("train")) > 1, "the second job")
     tula.switch_off("slow")
     tula.finish()
-    assert tula.verdicts("train") == ["timeout", "success"]
+    *before, last = tula.verdicts("train")
+    assert set(before) == {"timeout"}
+    assert last == "success"
     assert [line["epoch"] for line in tula.run.read_metrics()] == list(range(1, 61))
 
 
@@ -208,16 +214,22 @@ def run_that_hangs_once(tula: Tula, job: str) -> str:
 
 
 def test_a_rank_that_hangs_is_ended_with_a_reason(tula: Tula):
-    """A job without progress is ended and run again; so is one of whose ranks one keeps the others waiting."""
-    tula.overrides += ["cluster.hang_timeout_min=0.1"]
+    """A job without progress is ended and run again; so is one of whose ranks one keeps the others waiting.
+
+    Half a minute is more than a rank that does not hang needs between two beats, to load torch say.
+    """
+    tula.overrides += ["cluster.hang_timeout_min=0.5"]
     text = run_that_hangs_once(tula, SMALL)
     assert tula.verdicts(SMALL) == ["hung", "success"]
-    assert "no sign of progress for 6 s" in text
+    assert "no sign of progress for 30 s" in text
 
 
 def test_a_rank_that_keeps_the_others_waiting_ends_the_job(tula: Tula):
-    """The rank that waits says for whom; the job ends at the collective time-out, not at its time limit."""
-    tula.overrides += [*PAIR, "grid.max_batch_per_rank=32", "training.collective_timeout_s=5"]
+    """The rank that waits says for whom; the job ends at the collective time-out, not at its time limit.
+
+    Ranks that do not hang begin less than half a minute apart, also on a busy machine.
+    """
+    tula.overrides += [*PAIR, "grid.max_batch_per_rank=32", "training.collective_timeout_s=30"]
     job = "profile/n002-b00032"
     text = run_that_hangs_once(tula, job)
     assert tula.verdicts(job) == ["hung", "success"]
@@ -239,7 +251,7 @@ def test_an_error_of_the_users_own_is_shown_with_its_place(tula: Tula):
 
 def test_the_newest_checkpoint_is_corrupt(slurm: ThrowawaySlurm, tula: Tula):
     """The one before it is taken, and the epochs end up complete."""
-    tula.overrides += ["training.epochs=4"]
+    tula.overrides += LONG
     tula.start()
     wait_for(tula.run.selection.exists, "the choice")
     tula.switch_on("slow")
@@ -254,7 +266,7 @@ def test_the_newest_checkpoint_is_corrupt(slurm: ThrowawaySlurm, tula: Tula):
     tula.overrides += ["cluster.resubmit_cancelled=true"]
     tula.start()
     tula.finish()
-    assert [line["epoch"] for line in tula.run.read_metrics()] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in tula.run.read_metrics()] == LONG_EPOCHS
     logs = "".join(path.read_text() for path in tula.run.scheduler.glob("*_log.out"))
     assert f"{newest.name} cannot be read" in logs
 
@@ -362,8 +374,10 @@ def test_the_run_folder_is_read_only(slurm: ThrowawaySlurm, tula: Tula, small_di
     tula.wait_claimed(SMALL)
     tula.kill()
     tula.switch_off("hold")
-    slurm.wait_empty()  # a log that is written to keeps the file system writable
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    slurm.wait_empty()
+    # a log that Slurm has not closed yet keeps the file system writable
+    read_only = ["mount", "-o", "remount,ro", str(small_disk)]
+    wait_for(lambda: subprocess.run(read_only, capture_output=True).returncode == 0, "the end of all writing")
     tula.start()
     code, text = tula.end()
     assert code == 1

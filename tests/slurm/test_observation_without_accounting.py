@@ -1,4 +1,4 @@
-"""A Slurm that keeps no records and forgets at once still gets right answers."""
+"""A Slurm that keeps no records and forgets soon still gets right answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .test_observation import forgotten, sbatch, wait_for
 
 @pytest.fixture(scope="module")
 def slurm_settings() -> SlurmSettings:
-    return SlurmSettings(num_nodes=2, accounting=False, min_job_age_s=2)
+    return SlurmSettings(num_nodes=2, accounting=False, min_job_age_s=6)
 
 
 def test_a_job_is_followed_from_waiting_to_forgotten(
@@ -28,7 +28,7 @@ def test_a_job_is_followed_from_waiting_to_forgotten(
     """It runs, it ends, and when it is forgotten it keeps its end; to a controller that comes later it is absent."""
     settings = tiny_settings("cluster=slurm")
     controller = SlurmScheduler(settings, run_folder)
-    assert controller.poll_interval_s == 1  # a third of MinJobAge is less
+    assert controller.poll_interval_s == 2  # a third of MinJobAge
     go = tmp_path / "go"
     job = sbatch(slurm, work=f"until [ -e {go} ]; do sleep 0.1; done")
     wait_for(controller, {job: QueueState.running})
@@ -42,7 +42,7 @@ def test_a_job_is_followed_from_waiting_to_forgotten(
 
 
 def test_a_whole_run_needs_no_accounting(slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]):
-    """From the first job to the report, on a Slurm that forgets a job two seconds after its end."""
+    """From the first job to the report, on a Slurm that forgets a job soon after its end."""
     tula = Tula(tmp_path, [*tiny_overrides, "grid.max_nodes=1"])
     tula.start()
     tula.finish()
