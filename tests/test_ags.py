@@ -336,6 +336,16 @@ def test_parameters_are_kept_out_by_name_or_kind():
         scaled_and_unscaled(model, ["norm*"])
 
 
+def test_tied_weights_are_kept_out_by_any_of_their_names():
+    """A weight that is embedding and head is trained once, and a pattern of either name keeps it unscaled."""
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5)})
+    model["head"].weight = model["embed"].weight
+    for pattern in ("embed*", "head.weight"):
+        scaled, unscaled = scaled_and_unscaled(model, [pattern])
+        assert [p.shape for p in unscaled["params"]] == [(5, 3)]
+        assert [p.shape for p in scaled["params"]] == [(5,)]
+
+
 def test_variability_sees_all_parameters():
     """Also the gradients of groups that are not scaled decide whether a step is calm."""
     scaled, excluded = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))

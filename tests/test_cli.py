@@ -113,7 +113,7 @@ def test_status_and_report_speak_of_a_run(tmp_path: Path, smallest: list[str]):
 
 def test_a_sweep_runs_every_value_and_survives_a_failing_one(tmp_path: Path, smallest: list[str]):
     """Multirun makes one run a value; one that cannot work does not end the others."""
-    answer = tula(tmp_path, "-m", *smallest, "training.lr=0.1,-1,0.2")
+    answer = tula(tmp_path, *smallest, "-m", "training.lr=0.1,-1,0.2")
     assert answer.returncode == 1
     assert answer.stdout.count("run folder: ") == 2
     assert "training.lr is -1" in answer.stderr

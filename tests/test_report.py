@@ -19,7 +19,7 @@ from browser import open_browser, show
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import MethodKind, SearchMode, Settings, to_plain
+from tula_hpc.config import MethodKind, OptimizerKind, SearchMode, Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.errors import RecordError
@@ -419,6 +419,42 @@ def test_the_method_is_told_with_its_rate_and_period(tmp_path: Path, kind: Metho
     result, page = read_json(run.train_result), read(run)
     for expected in (*words, "global batch {global_batch}, method"):
         assert expected.format(**result) in page.text
+
+
+def test_gradient_scaling_around_adamw_is_warned_about(tmp_path: Path) -> None:
+    """The header names AdamW, and a strip says what it does to the scales, from the choice on."""
+    run, settings = RunFolder(tmp_path), settings_of(training__optimizer=OptimizerKind.adamw)
+    begin(run, settings)
+    profile(run, settings)
+    write_report(run)
+    assert "AdamW divides" not in read(run).text
+    choose(run, settings)
+    write_report(run)
+    page = read(run)
+    assert "AdamW, learning rate 0.01" in page.text
+    assert "AdamW divides gradients by their own size" in page.text
+
+
+def test_a_training_without_accuracies_shows_its_loss(tmp_path: Path) -> None:
+    """Where targets are no classes: the loss in the tile and alone in the plot, while it trains and at the end."""
+    run, settings = RunFolder(tmp_path), settings_of()
+    begin(run, settings)
+    profile(run, settings)
+    choose(run, settings)
+    none = {"train_top1": None, "test_top1": None, "test_top5": None}
+    for epochs, words in ((3, "Test loss so far"), (6, "Test loss")):
+        train(run, settings, epochs)
+        write_text(run.metrics, "".join(json.dumps(line | none) + "\n" for line in run.read_metrics()))
+        if run.train_result.exists():
+            write_json(
+                run.train_result, read_json(run.train_result) | none | {"best_test_top1": None, "test_loss": 1.5}
+            )
+        write_report(run)
+        page = read(run)
+        assert words in page.text
+        assert "Test accuracy" not in page.text
+        assert f"Loss over {epochs} epochs." in page.values("alt")
+    assert "1.5after 6 epochs" in page.text
 
 
 def test_torn_record_is_refused_by_name(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from tula_hpc.config import (
     DataKind,
     MethodKind,
     MethodSettings,
+    OptimizerKind,
     PricingKind,
     Settings,
+    TrainingSettings,
     expected_attempt_s,
+    to_plain,
 )
 from tula_hpc.models.search import SearchMode, first_points
 
@@ -40,6 +43,8 @@ _POSITIVE = (
     "cluster.poll_interval_s",
     "workload.train_samples",
     "workload.test_samples",
+    "workload.sequence_length",
+    "workload.vocabulary",
     "data.train_samples",
     "data.test_samples",
     "grid.min_nodes",
@@ -71,6 +76,7 @@ _POSITIVE = (
     "method.sync_per_epoch",
     "training.epochs",
     "training.lr",
+    "training.eps",
     "training.lr_decay",
     "training.eval_batch_per_rank",
     "training.curvature_batch",
@@ -143,6 +149,9 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
     if settings.method.scale_cap is not None and settings.method.scale_cap < 1:
         problems.append(f"method.scale_cap is {settings.method.scale_cap}; it must be at least 1, the unscaled step")
+    betas = settings.training.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.append(f"training.betas is {betas}; give two weights of the past in [0, 1), such as [0.9, 0.999]")
     for key in ("method.scale_smoothing", "method.delta_smoothing"):
         if not 0 <= _value(settings, key) < 1:
             problems.append(f"{key} is {_value(settings, key)}; it must lie in [0, 1), the weight of the past")
@@ -151,7 +160,7 @@ def check(settings: Settings) -> list[str]:
     problems += _check_controller(settings)
     if problems:  # what follows computes with these values
         return problems
-    further = (_check_method, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
+    further = (_check_method, _check_optimizer, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
     return [problem for rule in further for problem in rule(settings)]
 
 
@@ -231,6 +240,28 @@ def _check_method(settings: Settings) -> list[str]:
     return found
 
 
+def _check_optimizer(settings: Settings) -> list[str]:
+    """A method that brings an optimizer of its own, a setting of another optimizer."""
+    hyper, method = settings.training, settings.method.kind
+    if hyper.optimizer is OptimizerKind.sgd:
+        others: tuple[str, ...] = ("betas", "eps")
+    elif method in (MethodKind.lars, MethodKind.polo):
+        own = "LARS is an optimizer itself" if method is MethodKind.lars else "post-local SGD averages SGD's momentum"
+        return [
+            f"training.optimizer is adamw and method.kind is {method.name}: {own}; use training.optimizer=sgd, or "
+            "AdamW with method=lrs_sqrt"
+        ]
+    else:
+        others = ("momentum",)
+    default = to_plain(TrainingSettings())
+    return [
+        f"training.{key} is {getattr(hyper, key)}, which training.optimizer={hyper.optimizer.name} does not read; "
+        "leave it out, or choose the other optimizer"
+        for key in others
+        if getattr(hyper, key) != default[key]
+    ]
+
+
 def _check_grid(settings: Settings) -> list[str]:
     if settings.grid_candidates():
         return []
@@ -280,12 +311,12 @@ def _check_workload(settings: Settings) -> list[str]:
             )
         elif (reason := imports.why_not_importable(str(node["_target_"]))) is not None:
             problems.append(f"workload.{part}._target_ is {node['_target_']}: {reason}")
-    if settings.data.kind is DataKind.synthetic and not (
-        settings.workload.input_shape and settings.workload.num_classes
-    ):
+    workload = settings.workload
+    known = (workload.input_shape and workload.num_classes) or (workload.sequence_length and workload.vocabulary)
+    if settings.data.kind is DataKind.synthetic and not known:
         problems.append(
             "data=synthetic needs workload.input_shape and workload.num_classes; set them to the shape of one input "
-            "and the number of classes"
+            "and the number of classes, or set workload.sequence_length and workload.vocabulary where inputs are tokens"
         )
     return problems
 

@@ -189,6 +189,7 @@ def compose_each(arguments: list[str], act: Callable[[Settings, list[str]], None
 
     _register()
     rest, folder = _without_config_dir(arguments)
+    rest.sort(key=lambda argument: argument not in ("-m", "--multirun"))  # Hydra takes it from between overrides amiss
     given = [] if folder is None else ["--config-dir", str(Path(folder).expanduser().absolute())]
     before = sys.argv
     sys.argv = [before[0], *given, *rest]

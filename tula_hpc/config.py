@@ -91,6 +91,11 @@ class MethodKind(Enum):
         return self in (MethodKind.ags, MethodKind.ags_paper, MethodKind.static)
 
 
+class OptimizerKind(Enum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
 class ReplanKind(Enum):
     off = "off"
     offer = "offer"
@@ -209,15 +214,27 @@ class WorkloadSettings:
     """`_target_`: import path of a callable that returns a torch module; the other keys are its arguments."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """`_target_`: import path of a callable that takes `root` and `train` (bool) and the other keys, and returns a map
-    style torch data set of (input, class index)."""
+    style torch data set of (input, target): a tensor, or tensors in a tuple or dict, and a class index, or an int64
+    tensor of them, one for each place in the sample. Targets of other kinds are trained on, without accuracies."""
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torch.nn.CrossEntropyLoss"})
-    """`_target_`: import path of the loss; called as loss(outputs, targets), mean over the batch."""
+    """`_target_`: import path of the loss; called as loss(outputs, targets), mean over the batch. For class indices the
+    outputs are (batch, classes) or (batch, classes, places), as torch's CrossEntropyLoss wants them."""
     train_samples: int = 0
     """Samples in the training set (D of Eq. 4a)."""
     test_samples: int = 0
     input_shape: list[int] = field(default_factory=list)
     """Shape of one input, such as [3, 224, 224]; synthetic data has it."""
     num_classes: int = 0
+    sequence_length: int | None = None
+    """Tokens in a sample, where that is a matter of choice: the workload's model and data set take it as
+    ${workload.sequence_length}, so that it is set, or swept, in one place. It changes step time and memory, so each
+    length is measured by itself."""
+    vocabulary: int | None = None
+    """Different tokens, taken likewise. With it and `sequence_length`, synthetic data is sequences of tokens, with the
+    next token at each place as target."""
+    unscaled: list[str] = field(default_factory=list)
+    """Parameters whose gradients `method=ags` leaves as they are: patterns of names, with * and ?, such as
+    ['*norm*', '*embed*']. One that fits no parameter of the model is an error. `ags_paper` scales all, as printed."""
     data_files: list[str] = field(default_factory=list)
     """Paths below `data.root`; the data set is there if one of them is. Empty: nothing to check."""
 
@@ -391,8 +408,17 @@ class TrainingSettings:
     epochs: int = 10
     lr: float = 0.01
     """Learning rate tuned for `method.small_batch`, before the first milestone."""
+    optimizer: OptimizerKind = OptimizerKind.sgd
+    """`sgd`, or `adamw`: for `method=lbt` and `lrs_sqrt`, the rule of Adam's rate (arXiv 2205.10287). AdamW divides by
+    the size of the gradients, so under `ags` and `ags_paper` it undoes the scaling; `lars` and `polo` refuse it."""
     momentum: float = 0.9
+    """For `sgd`, and for `method=lars`."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """For `adamw`: weight of the past in its averages of the gradient and of its square."""
+    eps: float = 1e-8
+    """For `adamw`: added to the size of the gradients that it divides by."""
     weight_decay: float = 0.0005
+    """Of all parameters; `adamw` decays the weights themselves, and wants larger values, such as 0.01."""
     milestones: list[int] = field(default_factory=list)
     """Epochs after which the learning rate is multiplied by `lr_decay`."""
     lr_decay: float = 0.1
@@ -576,7 +602,8 @@ def measurement_signature(settings: Settings) -> str:
     fields = _result_fields(settings)
     steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
     training = {
-        key: fields["training"][key] for key in ("momentum", "precision", "channels_last", "eval_batch_per_rank")
+        key: fields["training"][key]
+        for key in ("optimizer", "momentum", "precision", "channels_last", "eval_batch_per_rank")
     }
     # these differ in the learning rate only
     is_sgd = settings.method.kind in (MethodKind.lbt, MethodKind.lrs_linear, MethodKind.lrs_sqrt)

@@ -59,6 +59,19 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def accuracy_or_loss(record: dict[str, Any]) -> str:
+    """What a line of metrics, or the result, says of the test set: accuracies, or where targets are no classes the
+    loss."""
+    if record["test_top1"] is not None:
+        return f"test accuracy {record['test_top1']:.2f} % top-1, {record['test_top5']:.2f} % top-5"
+    return f"test loss {loss_text(record['test_loss'])}"
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss; records have null for one that was not finite."""
+    return "not finite" if loss is None else f"{loss:.4g}"
+
+
 def nodes_and_batch(one: Candidate | Successor) -> str:
     """`4 nodes with batch 64 a rank`."""
     return f"{count(one.num_nodes, 'node')} with batch {one.batch_per_rank} a rank"
@@ -102,7 +115,7 @@ class Display:
             text += f", about {duration((progress['time'] - progress['started']) * (total - done) / here)} left"
         if last_line:
             line = last_line[0]
-            text += f", epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %"
+            text += f", epoch {line['epoch']}: {accuracy_or_loss(line)}"
         text += f"; {drift}" if drift else ""
         self._show(looks, text, done, total)
 
@@ -193,9 +206,9 @@ class Display:
             used += f" (chosen was {count(chosen[0], 'node')} x {chosen[1]} a rank; `status` says why it changed)"
         predicted = selection["predicted"]["step_time_s"]
         self.explain(
-            f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: test "
-            f"accuracy {result['test_top1']:.2f} % top-1, {result['test_top5']:.2f} % top-5; a step took "
-            f"{duration(result['step_time_s'])} (predicted {duration(predicted)})"
+            f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: "
+            f"{accuracy_or_loss(result)}; a step took {duration(result['step_time_s'])} "
+            f"(predicted {duration(predicted)})"
         )
         if any(line["test_loss"] is None for line in run.read_metrics()):
             rate = "method.lars_lr" if result["method"] == "lars" else "training.lr"

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tula_hpc.config import MethodKind, Settings
+from tula_hpc.config import MethodKind, OptimizerKind, Settings
 from tula_hpc.optim import schedules
 from tula_hpc.optim.schedules import LrScaling
 
@@ -61,7 +61,8 @@ def tuned_lr(settings: Settings) -> float:
 
 def tuned_lr_in_words(settings: Settings) -> str:
     scaled = METHODS[settings.method.kind].scaling != "none"
-    return f"learning rate {tuned_lr(settings):g}" + (f" for batch {settings.method.small_batch}" if scaled else "")
+    by = "AdamW, " if settings.training.optimizer is OptimizerKind.adamw else ""
+    return f"{by}learning rate {tuned_lr(settings):g}" + (f" for batch {settings.method.small_batch}" if scaled else "")
 
 
 def in_words(record: dict[str, Any]) -> str:
@@ -107,6 +108,11 @@ def notes(settings: Settings, global_batch: int, ranks: int) -> list[str]:
     """What a user would not expect of the method at this batch, on so many ranks."""
     method = settings.method
     tuned_for = f"tuned for {method.small_batch} (method.small_batch)"
+    if method.kind.scales_gradients and settings.training.optimizer is OptimizerKind.adamw:
+        return [
+            "AdamW divides gradients by their own size, and so the scales of adaptive gradient scaling out again, "
+            "except where they have just changed; to train a large batch with AdamW, use method=lrs_sqrt"
+        ]
     if method.kind in (MethodKind.ags, MethodKind.ags_paper) and global_batch <= method.small_batch:
         return [
             f"adaptive gradient scaling has nothing to do at a global batch of {global_batch}: the learning rate was "

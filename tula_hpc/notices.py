@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tula_hpc import methods
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import nodes_and_batch
 from tula_hpc.markup import escape, sentence
@@ -24,6 +25,18 @@ def relaunch_notice(records: Records) -> str:
         f"Chosen was a global batch of {chosen['global_batch']}; in the end the training used {used['global_batch']}."
     )
     return f'<div class="notice"><strong>{escape(text)}</strong>{escape(because)}</div>'
+
+
+def method_notice(records: Records) -> str:
+    """A strip for what one would not expect of the method at the batch that was used, or chosen."""
+    used = records.trained_with() or records.selection
+    if used is None:
+        return ""
+    ranks = used["num_nodes"] * records.settings.cluster.ranks_per_node
+    return "".join(
+        f'<div class="notice">{escape(sentence(note))}.</div>'
+        for note in methods.notes(records.settings, used["global_batch"], ranks)
+    )
 
 
 def drift_notice(records: Records) -> str:

@@ -132,7 +132,7 @@ def new_axes() -> tuple[Figure, Axes]:
 def stacked_axes(panels: int) -> tuple[Figure, Sequence[Axes]]:
     """A figure with axes one below the other that share x."""
     figure = Figure(figsize=(WIDTH_IN, 4.6), layout="constrained")
-    axes = figure.subplots(panels, 1, sharex=True)
+    axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
     figure.align_ylabels(axes)
     return figure, axes
 

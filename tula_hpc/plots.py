@@ -343,25 +343,31 @@ def _draw_step_parts(points: pd.DataFrame, columns: int, width_in: float) -> Fig
 
 def _training(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
     table = pd.DataFrame(metrics)
-    figure, (loss, top1) = stacked_axes(2)
-    for axes, column, label in ((loss, "loss", "loss"), (top1, "top1", "top-1 accuracy (%)")):
+    last = metrics[-1]
+    shown = [("loss", "loss")]
+    words = f"Loss over {last['epoch']} epochs."
+    if last["test_top1"] is not None:  # else targets are no classes
+        shown.append(("top1", "top-1 accuracy (%)"))
+        words = f"Loss and top-1 accuracy over {last['epoch']} epochs; at the end the test accuracy is "
+        words += f"{last['test_top1']:.2f} %."
+    figure, panels = stacked_axes(len(shown))
+    for axes, (column, label) in zip(panels, shown, strict=True):
         for part, name, colour in (("train", "training", NODE_COLOURS[4]), ("test", "test", NODE_COLOURS[0])):
             axes.plot(table["epoch"], table[f"{part}_{column}"], color=colour, label=name, **_points(table))
         axes.set_ylabel(label)
-    last = table.iloc[-1]
-    _mark_epochs((loss, top1), metrics, settings)
-    legend(loss, loss.get_legend_handles_labels()[0])
-    top1.annotate(
-        f"{last['test_top1']:.1f} %", (last["epoch"], last["test_top1"]), (0, -7), textcoords="offset points",
-        ha="right", va="top", color=NODE_COLOURS[0], fontweight="bold",
-    )  # fmt: skip
+    _mark_epochs(panels, metrics, settings)
+    legend(panels[0], panels[0].get_legend_handles_labels()[0])
+    if len(panels) > 1:
+        panels[1].annotate(
+            f"{last['test_top1']:.1f} %", (last["epoch"], last["test_top1"]), (0, -7), textcoords="offset points",
+            ha="right", va="top", color=NODE_COLOURS[0], fontweight="bold",
+        )  # fmt: skip
     return finish(
         figure,
         "training",
         "Training",
         "Dotted lines: the learning rate steps down. Red lines: the training went on with another batch or cluster.",
-        f"Loss and top-1 accuracy over {int(last['epoch'])} epochs; at the end the test accuracy is "
-        f"{last['test_top1']:.2f} %.",
+        words,
     )
 
 

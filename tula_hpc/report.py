@@ -20,7 +20,7 @@ from tula_hpc import methods
 from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import count, duration
+from tula_hpc.display import count, duration, loss_text
 from tula_hpc.errors import RecordError
 from tula_hpc.markup import (
     MEMORY_PARTS,
@@ -40,7 +40,7 @@ from tula_hpc.markup import (
     time_text,
 )
 from tula_hpc.methods import METHODS
-from tula_hpc.notices import drift_notice, relaunch_notice
+from tula_hpc.notices import drift_notice, method_notice, relaunch_notice
 from tula_hpc.runs import RunFolder, read_json, replacing, write_text
 
 if TYPE_CHECKING:
@@ -210,7 +210,8 @@ def _limits(settings: Settings) -> str:
 def _call(node: dict[str, Any]) -> str:
     """An import path with its arguments; without the path of what is bundled."""
     arguments = ", ".join(f"{key}={value}" for key, value in node.items() if key != "_target_")
-    name = str(node.get("_target_", "?")).removeprefix("tula_hpc.ranks.workloads.")
+    name = str(node.get("_target_", "?"))
+    name = name.rpartition(".")[2] if name.startswith("tula_hpc.") else name
     return f"{name}({arguments})" if arguments else name
 
 
@@ -246,7 +247,7 @@ def _answer(records: Records) -> str:
     return (
         f'<section class="answer"><p class="kicker">The answer</p>'
         f"<h2>{escape(answer)} = global batch {escape(selection['global_batch'])}</h2>{notice}"
-        f"{relaunch_notice(records)}{drift_notice(records)}"
+        f"{method_notice(records)}{relaunch_notice(records)}{drift_notice(records)}"
         f'<div class="tiles">{"".join(_tiles(records, selection))}</div>'
         f'<p class="reason">{escape(selection["reason"])} <small>Rule: {escape(rule)}.</small></p>'
         f"{_alternatives(selection)}</section>"
@@ -267,16 +268,27 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
         yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
         if records.metrics:
             last, epochs = records.metrics[-1], records.settings.training.epochs
-            notes = [f"top-1 after {last['epoch']} of {epochs} epochs", f"top-5 {last['test_top5']:.2f} %"]
-            yield _tile("Test accuracy so far", f"{last['test_top1']:.2f} %", notes)
+            yield _test_tile(last, " so far", f"after {last['epoch']} of {epochs} epochs")
         return
     expected, notes = _predicted_step_s(selection, result), ["measured in the training"]
     if expected:
         notes.append(f"predicted {duration(expected)}: {deviation(result['step_time_s'], expected)}")
     yield _tile("Step", duration(result["step_time_s"]), notes)
-    best = f"best {result['best_test_top1']:.2f} % in epoch {result['best_epoch']}"
-    notes = [f"top-1 after {result['epochs']} epochs; {best}", f"top-5 {result['test_top5']:.2f} %"]
-    yield _tile("Test accuracy", f"{result['test_top1']:.2f} %", notes)
+    when = f"after {result['epochs']} epochs"
+    if result["best_test_top1"] is not None:
+        when += f"; best {result['best_test_top1']:.2f} % in epoch {result['best_epoch']}"
+    yield _test_tile(result, "", when)
+
+
+def _test_tile(record: dict[str, Any], so_far: str, when: str) -> str:
+    """Accuracy on the test set, or where targets are no classes the loss."""
+    if record["test_top1"] is None:
+        return _tile(f"Test loss{so_far}", loss_text(record["test_loss"]), [when])
+    return _tile(
+        f"Test accuracy{so_far}",
+        f"{record['test_top1']:.2f} %",
+        [f"top-1 {when}", f"top-5 {record['test_top5']:.2f} %"],
+    )
 
 
 def _tile(name: str, value: str, notes: Sequence[str], meter: str = "") -> str:

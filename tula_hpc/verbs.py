@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_hpc.config import ClusterKind, Settings, read_plain_settings, read_settings
-from tula_hpc.display import Display, candidates_table, duration
+from tula_hpc.display import Display, accuracy_or_loss, candidates_table, duration
 from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
@@ -55,7 +55,7 @@ def status(arguments: list[str], display: Display) -> None:
     for drift in state.drifts:
         display.say(f"{drift['headline']}. {drift['words']}")
     for line in run.read_metrics()[-1:]:
-        display.say(f"epoch {line['epoch']}: test accuracy {line['test_top1']:.2f} %, {duration(line['epoch_s'])}")
+        display.say(f"epoch {line['epoch']}: {accuracy_or_loss(line)}, {duration(line['epoch_s'])}")
     holder = holder_of(run)
     if holder is not None:
         display.say(f"a controller works on it: {describe(holder)}")

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+NAMES_TOLD = 8
+"""Parameters that an error names: enough to see how they are called."""
+
 
 def scaled_and_unscaled(
     model: torch.nn.Module, unscaled: Iterable[str | type[torch.nn.Module]]
@@ -17,29 +20,33 @@ def scaled_and_unscaled(
         SGD(scaled_and_unscaled(model, ["*.bias", torch.nn.BatchNorm2d, torch.nn.Embedding]), lr=0.1)
 
     Args:
-        model: Parameters that need no gradient are left out.
+        model: Parameters that need no gradient are left out; one that has several names (tied weights) fits by any.
         unscaled: Patterns of parameter names, with * and ?, and classes of modules that hold the parameters themselves.
 
     Raises:
         ValueError: If an entry of `unscaled` fits no parameter: most likely a misspelt one.
     """
     entries = list(unscaled)
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "ags": False}]
-    used = set()
-    seen = set()
+    fitting: dict[torch.Tensor, set[Any]] = {}
+    names = []
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            if parameter in seen or not parameter.requires_grad:
+            if not parameter.requires_grad:
                 continue
-            seen.add(parameter)
-            fitting = [
+            names.append(name)
+            fitting.setdefault(parameter, set()).update(
                 entry
                 for entry in entries
                 if (fnmatchcase(name, entry) if isinstance(entry, str) else isinstance(module, entry))
-            ]
-            used.update(fitting)
-            groups[bool(fitting)]["params"].append(parameter)
+            )
+    used = set().union(*fitting.values())
     for entry in entries:
         if entry not in used:
-            raise ValueError(f"unscaled has {entry!r}, which fits no parameter of the model; see named_parameters().")
+            raise ValueError(
+                f"unscaled has {entry!r}, which fits no parameter of the model. It trains {len(names)}: "
+                f"{', '.join(names[:NAMES_TOLD])}{' ...' if len(names) > NAMES_TOLD else ''}"
+            )
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "ags": False}]
+    for parameter, fits in fitting.items():
+        groups[bool(fits)]["params"].append(parameter)
     return [group for group in groups if group["params"]]

@@ -150,7 +150,7 @@ class Meter:
         """The gradients of `refresh_samples` sub-batches, averaged over ranks; none if the batch is too short."""
         ranks = world_size(self.process_group)
         batch_per_rank = reference_batch // ranks
-        local_batch = reference.num_samples(batch.inputs)
+        local_batch = reference.batch_size(batch.inputs)
         fits = batch_per_rank < local_batch and reference_batch < global_batch
         if not fits:
             self._notices.say(

@@ -37,12 +37,12 @@ def take(batch: Any, index: Tensor) -> Any:
     return type(batch)(take(value, index) for value in batch)
 
 
-def num_samples(batch: Any) -> int:
+def batch_size(batch: Any) -> int:
     """Length of the first dimension of a tensor, or of the first tensor in a tuple, list or dict."""
     if isinstance(batch, Tensor):
         return batch.shape[0]
     values = batch.values() if isinstance(batch, dict) else batch
-    return num_samples(next(iter(values)))
+    return batch_size(next(iter(values)))
 
 
 def side_gradients(

@@ -24,6 +24,8 @@ from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
+from tula_hpc.optim.reference import batch_size
+from tula_hpc.ranks.batches import forward, num_bytes, to_device
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
@@ -83,7 +85,7 @@ class Bench:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
     batches: Iterator[Any]
     batch_per_rank: int
     device: torch.device
@@ -92,13 +94,13 @@ class Bench:
     last_bucket: LastBucket
     averaging: PostLocalSGD | None
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_batch(self) -> tuple[Any, Any]:
         inputs, targets = next(self.batches)
-        if len(inputs) != self.batch_per_rank:
+        if batch_size(inputs) != self.batch_per_rank:
             raise TulaError(
-                f"the loader gave a batch of {len(inputs)}, not {self.batch_per_rank}; check workload.dataset"
+                f"the loader gave a batch of {batch_size(inputs)}, not {self.batch_per_rank}; check workload.dataset"
             )
-        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        return to_device(inputs, self.device), to_device(targets, self.device)
 
     def step(self) -> tuple[Any, ...]:
         """One training step; returns the six points in time that part it."""
@@ -106,14 +108,14 @@ class Bench:
         inputs, targets = self.next_batch()
         loaded = self.clock.now()
         with autocast(self.precision, self.device):
-            loss = self.loss_fn(self.model(inputs), targets)
-        forward = self.clock.now()
+            loss = forward(self.model, self.loss_fn, inputs, targets)[1]
+        lost = self.clock.now()
         self.last_bucket.ready = None
         loss.backward()
         synced = self.clock.now()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return start, loaded, forward, self.last_bucket.ready or synced, synced, self.clock.now()
+        return start, loaded, lost, self.last_bucket.ready or synced, synced, self.clock.now()
 
     def compute_step(self) -> tuple[Any, Any]:
         """A step without gradient synchronisation; replicas drift apart, so these come last."""
@@ -167,8 +169,7 @@ def profile(
         [float(i), *(clock.seconds(a, b) for a, b in itertools.pairwise(p)), clock.seconds(p[0], p[-1])]
         for i, p in enumerate(points)
     ]
-    inputs, targets = bench.next_batch()
-    batch_bytes = sum(t.numel() * t.element_size() for t in (inputs, targets))
+    batch_bytes = num_bytes(bench.next_batch())
     meta = {
         "candidate": candidate.name,
         "num_nodes": candidate.num_nodes,
@@ -244,7 +245,7 @@ def _step_at_the_end_of_an_epoch(settings: Settings, bench: Bench, me: Rank, tes
     inputs, targets = bench.next_batch()
     before = allocated_bytes(bench.device)
     with autocast(bench.precision, bench.device):
-        loss = bench.loss_fn(bench.model(inputs), targets)
+        loss = forward(bench.model, bench.loss_fn, inputs, targets)[1]
     activation_bytes = allocated_bytes(bench.device) - before
     loss.backward()
     if isinstance(bench.optimizer, TulaOptimizer):

@@ -16,11 +16,15 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, default_col
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import MethodKind, Precision, Settings
+from tula_hpc.config import MethodKind, OptimizerKind, Precision, Settings
+from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.groups import scaled_and_unscaled
 from tula_hpc.optim.lars import lars
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
+from tula_hpc.optim.reference import batch_size
 from tula_hpc.ranks import checkpoints, host_memory
+from tula_hpc.ranks.batches import forward, tally, to_device
 from tula_hpc.ranks.curvature import largest_eigenvalue
 from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
@@ -125,9 +129,9 @@ def train(
         sampler.set_epoch(epoch)
         sampler.seen = samples_in_epoch
         model.train()
-        sums = torch.zeros(2, device=device)  # loss x samples, correct
+        sums = torch.zeros(3, device=device, dtype=torch.float64)  # loss x targets, targets, top-1
         epoch_began = timed_since = waiting_since = time.monotonic()
-        samples_here = steps = 0
+        steps = 0
         data_wait_s = 0.0
         lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
         if not local:  # steps without synchronisation are not what was predicted
@@ -135,16 +139,16 @@ def train(
         for inputs, targets in loader:
             waited_s = time.monotonic() - waiting_since
             data_wait_s += waited_s
-            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            inputs, targets = to_device(inputs, device), to_device(targets, device)
+            batch = batch_size(inputs)
             lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with autocast(hyper.precision, device):
-                outputs = replica(inputs)
-                loss = loss_fn(outputs, targets)
+                outputs, loss = forward(replica, loss_fn, inputs, targets)
             loss.backward()
-            left_after = math.ceil((num_samples - samples_in_epoch) / me.world_size) - len(inputs)
-            last_full_batch = len(inputs) == candidate.batch_per_rank and left_after < candidate.batch_per_rank
+            left_after = math.ceil((num_samples - samples_in_epoch) / me.world_size) - batch
+            last_full_batch = batch == candidate.batch_per_rank and left_after < candidate.batch_per_rank
             if last_full_batch:  # what the epoch has beyond it is no step like the others
                 _now(device)
                 pace.step(waited_s)
@@ -160,10 +164,8 @@ def train(
             optimizer.zero_grad(set_to_none=True)
 
             with torch.no_grad():  # stays on the device: reading a number would make the host wait for it
-                correct = (outputs.argmax(1) == targets).sum()
-                sums += torch.stack([loss.detach().float() * len(targets), correct.float()])
-            samples_here += len(targets)
-            samples_in_epoch = min(samples_in_epoch + len(inputs) * me.world_size, num_samples)
+                sums += tally(outputs, targets, loss, top=(1,))
+            samples_in_epoch = min(samples_in_epoch + batch * me.world_size, num_samples)
             trace.after_step(epoch + 1, epoch * num_samples + samples_in_epoch)
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
@@ -186,7 +188,7 @@ def train(
             averaging.average()
         trained_at = _now(device)
         pace.stop()
-        loss_sum, correct_sum, count = sum_over_ranks(torch.cat([sums, sums.new_tensor([samples_here])])).tolist()
+        loss_sum, count, correct_sum = sum_over_ranks(sums).tolist()
         memory_gib = torch.tensor([peak_bytes(device) / GIB], device=device)
         if dist.is_initialized():
             dist.all_reduce(memory_gib, op=dist.ReduceOp.MAX)
@@ -232,27 +234,31 @@ def _now(device: torch.device) -> float:
 
 
 def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: int) -> torch.optim.Optimizer:
-    """LARS, or SGD, wrapped for the methods that scale gradients. The loop sets its rate before each step."""
+    """LARS, or SGD or AdamW, wrapped for the methods that scale gradients. The loop sets its rate before each step.
+
+    Raises:
+        TulaError: If a pattern in `workload.unscaled` fits no parameter.
+    """
     hyper, method = settings.training, settings.method
     parameters = [p for p in model.parameters() if p.requires_grad]
     if method.kind is MethodKind.lars:
         options = {"momentum": hyper.momentum, "weight_decay": hyper.weight_decay}
         return lars(parameters, hyper.lr, trust_coefficient=method.trust_coefficient, **options)
-    sgd = torch.optim.SGD(parameters, hyper.lr, hyper.momentum, weight_decay=hyper.weight_decay)
+    inner = _inner_optimizer(settings, model, parameters)
     if method.kind is MethodKind.ags_paper:
         batches = {"global_batch": global_batch, "small_batch": method.small_batch}
-        return TulaOptimizer.paper(sgd, delta_threshold=method.delta_threshold, **batches)
+        return TulaOptimizer.paper(inner, delta_threshold=method.delta_threshold, **batches)
     if method.kind is MethodKind.static:
         return TulaOptimizer(
-            sgd,
+            inner,
             global_batch=global_batch,
             delta_threshold=method.delta_threshold,
             static_scale=method.static_scale,
         )
     if method.kind is not MethodKind.ags:
-        return sgd
+        return inner
     return TulaOptimizer(
-        sgd,
+        inner,
         global_batch=global_batch,
         small_batch=method.small_batch,
         delta_threshold=method.delta_threshold,
@@ -266,6 +272,21 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
         exponent=method.exponent,
         s_max=method.scale_cap,
     )
+
+
+def _inner_optimizer(
+    settings: Settings, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    hyper, groups = settings.training, [{"params": parameters}]
+    if settings.method.kind is MethodKind.ags:
+        try:
+            groups = scaled_and_unscaled(inner_module(model), settings.workload.unscaled)
+        except ValueError as error:
+            raise TulaError(f"workload.{error}") from None
+    if hyper.optimizer is OptimizerKind.sgd:
+        return torch.optim.SGD(groups, hyper.lr, hyper.momentum, weight_decay=hyper.weight_decay)
+    betas = (hyper.betas[0], hyper.betas[1])
+    return torch.optim.AdamW(groups, hyper.lr, betas, hyper.eps, hyper.weight_decay)
 
 
 def build_averaging(
@@ -335,7 +356,7 @@ def evaluate(
     device: torch.device,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss and accuracies in percent over the test set, each sample counted once, whatever the number of ranks.
+    """Loss and accuracies in percent over the test set, each target counted once, whatever the number of ranks.
 
     `on_batch` is called before each batch.
     """
@@ -346,17 +367,14 @@ def evaluate(
     module.eval()
     mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))
     loader = DataLoader(mine, batch_per_rank, **loader_options(settings, device))
-    sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x samples, top-1, top-5, samples
+    sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x targets, targets, top-1, top-5
     for inputs, targets in loader:
         on_batch()
-        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        inputs, targets = to_device(inputs, device), to_device(targets, device)
         with autocast(settings.training.precision, device):
-            outputs = module(inputs)
-            loss = loss_fn(outputs, targets)
-        ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets.unsqueeze(1)
-        top1, top5 = ranked[:, :1].sum(), ranked.sum()
-        sums += torch.stack([loss.double() * len(targets), top1.double(), top5.double(), sums.new_tensor(len(targets))])
-    loss_sum, top1_sum, top5_sum, count = sum_over_ranks(sums).tolist()
+            outputs, loss = forward(module, loss_fn, inputs, targets)
+        sums += tally(outputs, targets, loss, top=(1, 5))
+    loss_sum, count, top1_sum, top5_sum = sum_over_ranks(sums).tolist()
     return {"test_loss": loss_sum / count, "test_top1": 100 * top1_sum / count, "test_top5": 100 * top5_sum / count}
 
 
@@ -368,7 +386,7 @@ def _curvature(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
         inputs, targets = default_collate([train_set[i] for i in range(wanted)])
-    return largest_eigenvalue(inner_module(model), loss_fn, inputs.to(device), targets.to(device))
+    return largest_eigenvalue(inner_module(model), loss_fn, to_device(inputs, device), to_device(targets, device))
 
 
 def _restore(state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -429,7 +447,9 @@ def _write_result(
     lines = run.read_metrics()
     # an earlier attempt may have trained with a larger batch, or on other nodes
     same = [x for x in lines if (x["global_batch"], x["num_nodes"]) == (candidate.global_batch, candidate.num_nodes)]
-    best = max(lines, key=lambda line: line["test_top1"])
+    # where targets are no classes there is no accuracy, and a loss that was not finite is null
+    known = [line for line in lines if line["test_top1"] is not None]
+    best = max(known, key=lambda line: line["test_top1"], default=lines[-1])
     write_json(
         run.train_result,
         {
@@ -438,6 +458,7 @@ def _write_result(
             "batch_per_rank": candidate.batch_per_rank,
             **facts,
             "requested_global_batch": _requested_global_batch(run, candidate),
+            "test_loss": lines[-1]["test_loss"],
             "test_top1": lines[-1]["test_top1"],
             "test_top5": lines[-1]["test_top5"],
             "train_top1": lines[-1]["train_top1"],

@@ -1,7 +1,7 @@
 """Build model, data and loss from their import paths; and the bundled ones.
 
 A data set of your own is a callable `f(root, train, **arguments)` that returns a map-style torch data set of
-(input, class index); see "Bring your own" in the README.
+(input, target); see `ranks.batches` for what these may be, and "Bring your own model" in the README.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from tula_hpc import imports
 from tula_hpc.config import DataKind, Settings, from_plain
 from tula_hpc.errors import TulaError
+from tula_hpc.ranks.synthetic import SyntheticImages, SyntheticTokens
 
 
 class SizedDataset(Dataset[Any]):
@@ -54,7 +55,11 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     wanted = settings.train_samples if train else settings.test_samples
     workload = settings.workload
     if settings.data.kind is DataKind.synthetic:
-        return SyntheticImages(wanted, workload.input_shape, workload.num_classes, seed=int(not train))
+        if workload.vocabulary and workload.sequence_length:
+            tokens = SyntheticTokens(wanted, workload.sequence_length, workload.vocabulary, seed=int(not train))
+            return cast(SizedDataset, tokens)
+        images = SyntheticImages(wanted, workload.input_shape, workload.num_classes, seed=int(not train))
+        return cast(SizedDataset, images)
     dataset = call(workload.dataset, root=Path(settings.data.root).expanduser(), train=train)
     part = "train_samples" if train else "test_samples"
     if len(dataset) < wanted:
@@ -66,29 +71,6 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     # a fixed draw, not the first ones: many data sets are sorted by class
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     return cast(SizedDataset, Subset(dataset, order[:wanted].tolist()))
-
-
-class SyntheticImages(SizedDataset):
-    """Random inputs of the true shape; each class has its own mean pattern, so that a model can learn something.
-
-    Samples repeat after a pool of at most 128 MiB: making noise for every sample would be measured as loading time.
-    """
-
-    def __init__(self, length: int, shape: list[int], num_classes: int, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        pool = max(1, min(length, 2**27 // (4 * math.prod(shape)), 4096))
-        patterns = torch.randn(min(num_classes, pool), *shape, generator=torch.Generator().manual_seed(1234))
-        self._labels = [int(i) for i in torch.randint(len(patterns), (pool,), generator=generator)]
-        self._inputs = torch.randn(pool, *shape, generator=generator)
-        for inputs, label in zip(self._inputs, self._labels, strict=True):  # one by one: a copy of all would be large
-            inputs.add_(patterns[label], alpha=0.5)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self._inputs[index % len(self._labels)], self._labels[index % len(self._labels)]
 
 
 def small_cnn(in_channels: int, image_size: int, num_classes: int, width: int) -> torch.nn.Module:
@@ -115,6 +97,11 @@ def digits(root: Path, train: bool) -> Dataset:
     chosen = (torch.arange(len(bunch.target)) % 5 != 0) if train else (torch.arange(len(bunch.target)) % 5 == 0)
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     return TensorDataset(images[chosen], torch.tensor(bunch.target)[chosen])
+
+
+def markov_tokens(root: Path, train: bool, samples: int, sequence_length: int, vocabulary: int) -> Dataset:
+    """Token sequences of a fixed law of succession, and an eighth as many for the test; nothing is read from `root`."""
+    return SyntheticTokens(samples if train else samples // 8, sequence_length, vocabulary, seed=int(not train))
 
 
 def _read_idx(folder: Path, name: str) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""Any module with a batch dimension: several inputs, a class for each place, padding, targets that are no classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.config import Settings
+from tula_hpc.display import accuracy_or_loss
+from tula_hpc.errors import TulaError
+from tula_hpc.ranks import batches
+from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.profiling import profile
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat
+from tula_hpc.ranks.timings import read_point
+from tula_hpc.ranks.training import train
+from tula_hpc.runs import RunFolder, read_json, write_json
+
+Make = Callable[..., Settings]
+ALONE, CPU = Rank(0, 1, 0, "test", "test"), torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_every_place_counts_once_and_padding_does_not():
+    """Two sequences of three places, one of them padding: the loss weighs five places, and hits are those of five."""
+    targets = torch.tensor([[0, 1, 2], [3, 3, -100]])
+    outputs = nn.functional.one_hot(torch.tensor([[0, 1, 2], [3, 0, 0]]), 4).float().transpose(1, 2)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    assert batches.tally(outputs, targets, loss, top=(1, 4)).tolist() == pytest.approx([5 * float(loss), 5, 4, 5])
+    assert batches.tally(outputs, targets, loss, top=(1,))[2] == 4
+
+
+@pytest.mark.parametrize("shape", [(8, 5, 10), (8, 10, 6), (8,)])
+def test_outputs_of_another_shape_are_refused(shape: tuple[int, ...]):
+    """Classes that come last, or places that are missing, are named with both shapes and the way out."""
+    targets = torch.zeros(8, 5, dtype=torch.int64)
+    with pytest.raises(TulaError, match=r"targets of the shape \(8, 5\); the classes must be dimension 1") as caught:
+        batches.forward(lambda inputs: torch.zeros(shape), nn.CrossEntropyLoss(), None, targets)
+    assert str(shape) in str(caught.value)
+    assert "transpose(1, 2)" in str(caught.value)
+
+
+def test_outputs_that_are_no_tensor_are_refused_where_classes_are_counted():
+    with pytest.raises(TulaError, match=r"returned a dict .* a tensor of shape \(batch, classes"):
+        batches.forward(lambda inputs: {"logits": 1}, nn.CrossEntropyLoss(), None, torch.zeros(8, dtype=torch.int64))
+
+
+class Pairs(Dataset[Any]):
+    """Two numbers by name, whose sum is wanted: as a tensor, or as a class (positive or not)."""
+
+    def __init__(self, train: bool, classes: bool):
+        self._numbers = torch.randn(256 if train else 97, 2, generator=torch.Generator().manual_seed(int(train)))
+        self._classes = classes
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        one, other = self._numbers[index].unbind()
+        total = one + other
+        return {"one": one.view(1), "other": (other.view(1),)}, (total > 0).long() if self._classes else total.view(1)
+
+
+class Sum(nn.Module):
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.linear = nn.Linear(2, outputs)
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        return self.linear(torch.cat([inputs["one"], *inputs["other"]], dim=1))
+
+
+def pairs(root: Path, train: bool, classes: bool) -> Pairs:
+    return Pairs(train, classes)
+
+
+def settings_of(make: Make, classes: bool, *overrides: str) -> Settings:
+    settings = make("training.epochs=4", "training.warmup_epochs=0", "method.refresh_steps=2", *overrides)
+    settings.workload.model = {"_target_": f"{__name__}.Sum", "outputs": 2 if classes else 1}
+    settings.workload.dataset = {"_target_": f"{__name__}.pairs", "classes": classes}
+    settings.workload.train_samples, settings.workload.test_samples = 256, 97
+    if not classes:
+        settings.workload.loss = {"_target_": "torch.nn.MSELoss"}
+    return settings
+
+
+def test_a_model_of_several_inputs_is_trained_by_ags(tiny_settings: Make, tmp_path: Path):
+    """A dictionary of tensors goes to the model as it came from the data set, also in the sub-batches of AGS."""
+    run = RunFolder(tmp_path / "run")
+    train(settings_of(tiny_settings, True), Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    last = run.read_metrics()[-1]
+    assert last["test_top1"] > 75
+    assert last["mean_scale"] != 1
+
+
+def test_targets_that_are_no_classes_are_trained_on_without_accuracies(tiny_settings: Make, tmp_path: Path):
+    """A regression learns; its loss is told where an accuracy would be."""
+    run = RunFolder(tmp_path / "run")
+    train(settings_of(tiny_settings, False), Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    first, *_, last = run.read_metrics()
+    assert last["test_loss"] < 0.7 * first["test_loss"]
+    assert last["train_loss"] > 0
+    result = read_json(run.train_result)
+    assert (result["test_top1"], result["test_top5"], result["best_test_top1"]) == (None, None, None)
+    assert accuracy_or_loss(result) == f"test loss {last['test_loss']:.4g}"
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_they_are_profiled_as_well(tiny_settings: Make, tmp_path: Path, classes: bool):
+    """A timing file is written, and the batch's bytes are those of all its tensors."""
+    candidate, attempt = Candidate(1, 32), RunFolder(tmp_path / "run").attempt("profile/n001-b00032", 1)
+    write_json(attempt.launch, {"launch": ALONE.launch})
+    profile(settings_of(tiny_settings, classes), candidate, ALONE, attempt, CPU, 1, Heartbeat(None))
+    point = read_point(attempt, candidate)
+    assert point["batch_gib"] * 2**30 == pytest.approx(32 * (2 * 4 + (8 if classes else 4)))
+    assert point["step_time_s"] > 0
