@@ -23,7 +23,7 @@ from tula_hpc.models.pricing import NodeHourPrice
 from tula_hpc.models.search import POINTS_A_ROUND, Round, first_points, next_round
 from tula_hpc.models.selection import candidate_table, select
 from tula_hpc.models.step_time import fit_step_time
-from tula_hpc.prices import price_of
+from tula_hpc.prices import prices_of
 
 GRID = candidate_grid([2, 4, 8, 16], 1, [8, 16, 32, 64, 128, 256], 1, 10**6)
 TRAIN_SAMPLES = 1_281_167
@@ -245,7 +245,7 @@ def test_a_deadline_that_nothing_keeps_does_not_end_the_search_early(tiny_settin
     grid = settings.grid_candidates()
     first = first_points(grid)
     points = measure(first).assign(limit_gib=np.inf).to_dict("records")
-    fit = fitted(settings, [{str(k): v for k, v in p.items()} | {"hosts": []} for p in points], [])
+    fit = fitted(settings, [{str(k): v for k, v in p.items()} | {"hosts": []} for p in points])
     fit = {**fit, "points": points, "infeasible": {}, "failed": {}}
-    now = adaptive_round(settings, fit, predicted(settings, fit, price_of(settings)), set(grid) - first)
+    now = adaptive_round(settings, fit, predicted(settings, fit, prices_of(settings)), set(grid) - first)
     assert now.candidates or now.ended_by == "tolerance"

@@ -12,6 +12,7 @@ from tula_hpc.checks import check
 from tula_hpc.composition import compose, describe_settings
 from tula_hpc.config import (
     DataKind,
+    NodeType,
     Settings,
     conf_dir,
     from_plain,
@@ -229,7 +230,7 @@ def test_measurements_are_shared_between_objectives(tiny_settings: Callable[...,
 
 
 def test_every_setting_says_what_it_means_unless_its_name_does():
-    """The list of settings covers every field of the schema."""
+    """The list of settings covers every field of the schema, and of a type of node."""
     lines = describe_settings()
     fields = sum(
         len(dataclasses.fields(getattr(Settings(), f.name)))
@@ -237,7 +238,8 @@ def test_every_setting_says_what_it_means_unless_its_name_does():
         else 1
         for f in dataclasses.fields(Settings)
     )
-    assert len(lines) == fields
+    assert len(lines) == fields + len(dataclasses.fields(NodeType))
+    assert any(line.startswith("cluster.node_types.NAME.max_nodes = None   Most nodes of this type") for line in lines)
     assert any(line.startswith("grid.max_batch_per_rank = 1024   Largest batch") for line in lines)
 
 

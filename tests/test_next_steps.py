@@ -59,7 +59,7 @@ class Told(LocalScheduler):
     def jobs_in_queue(self) -> int:
         return self.queued.pop(0) if len(self.queued) > 1 else self.queued[0]
 
-    def memory_gib_per_node(self) -> float | None:
+    def memory_gib_per_node(self, node_type: str) -> float | None:
         return self.node_gib
 
 

@@ -211,7 +211,7 @@ def test_candidates_share_jobs_as_asked(
 ):
     """A submission a number of nodes or one for all, with time for all its attempts, split where the partition's limit
     is shorter."""
-    found = submissions(tiny_settings(), kind, GRID, longest_min)
+    found = submissions(tiny_settings(), kind, GRID, lambda _: longest_min)
     assert [s.num_nodes for s in found] == nodes
     assert [s.time_limit_min for s in found] == limits
     assert [c for s in found for c in s.candidates] == GRID

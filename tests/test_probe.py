@@ -33,19 +33,25 @@ class Measures(LocalScheduler):
     oom_from = 10**6
     rank_meta: Callable[..., dict[str, Any]]
 
+    def step_time_s(self, candidate: Candidate) -> float:
+        return 0.01 + 0.001 * candidate.batch_per_rank
+
+    def fits(self, candidate: Candidate) -> bool:
+        return candidate.batch_per_rank < self.oom_from
+
     def submit(self, request: JobRequest) -> list[str]:
         for folder in request.attempts:
-            candidate = Candidate.from_name(folder.path.parent.name, 1)
+            candidate = Candidate.from_record(read_json(folder.request))
             folder.claim.mkdir(parents=True)
             for rank in range(candidate.world_size):
                 batch = candidate.batch_per_rank
-                if batch >= self.oom_from:
+                if not self.fits(candidate):
                     write_json(
                         folder.rank_error(rank),
                         {"kind": "cuda_oom", "message": "out of memory", "rank": rank, "time": 0.0},
                     )
                     continue
-                step_s = 0.01 + 0.001 * batch
+                step_s = self.step_time_s(candidate)
                 meta = self.rank_meta(world_size=candidate.world_size, batch_per_rank=batch, compute_step_s=step_s)
                 meta["memory"] |= {"memory_gib": 0.5 + batch / 1000}
                 rows = [[float(i), 0.0, step_s / 2, step_s / 2, 0.0, 0.0, step_s] for i in range(4)]

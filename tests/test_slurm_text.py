@@ -213,7 +213,7 @@ def test_plan_compares_the_ways_to_share_jobs(tiny_settings: Callable[..., Setti
     """Fewer jobs hold their nodes longer, and one for all leaves nodes idle; node-hours and lengths say so."""
     settings = tiny_settings("search.max_seconds=60")
     grid = [Candidate(n, b) for n in (1, 4) for b in (16, 32)]
-    lines = sharing_compared(settings, {kind: submissions(settings, kind, grid, None) for kind in ProfilingKind})
+    lines = sharing_compared(settings, {kind: submissions(settings, kind, grid) for kind in ProfilingKind})
     assert lines[1:] == [
         "  array (this plan): 4 jobs, up to about 0.33 node-hours, the longest holds 4 nodes for up to about 2.0 min",
         "  packed: 2 jobs, up to about 0.33 node-hours, the longest holds 4 nodes for up to about 4.0 min",

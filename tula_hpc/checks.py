@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc import imports, methods
-from tula_hpc.candidates import doublings
+from tula_hpc.candidates import TYPE_NAME, doublings
 from tula_hpc.config import (
     ClusterKind,
     ControllerKind,
     DataKind,
     MethodKind,
     MethodSettings,
+    ObjectiveKind,
     OptimizerKind,
     PricingKind,
     Settings,
@@ -158,10 +159,66 @@ def check(settings: Settings) -> list[str]:
     if not settings.run_root.strip():
         problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
     problems += _check_controller(settings)
+    problems += _check_node_types(settings)
     if problems:  # what follows computes with these values
         return problems
     further = (_check_method, _check_optimizer, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
     return [problem for rule in further for problem in rule(settings)]
+
+
+_PRICES_OF_TYPES = {
+    PricingKind.node_hour: "price_per_node_hour",
+    PricingKind.spot: "price_per_node_hour",
+    PricingKind.memory: "price_per_gib_hour",
+}
+
+
+def _check_node_types(settings: Settings) -> list[str]:
+    """Names and values of the types of node, and that costs which are compared are not those of a default price."""
+    types, key = settings.cluster.node_types, "cluster.node_types"
+    if not types:
+        return []
+    problems = []
+    if settings.cluster.kind is ClusterKind.local:
+        problems.append(
+            f"{key} names {', '.join(types)} and cluster.kind is local, a machine of one type; use cluster=slurm, or "
+            f"drop {key}"
+        )
+    for name, own in types.items():
+        if re.fullmatch(TYPE_NAME, name) is None:
+            problems.append(
+                f"{key} has the name {name!r}; it becomes part of folder names, so use letters, digits and _, with a "
+                "letter first, such as h100"
+            )
+        for field in dataclasses.fields(own):
+            value, may_be_0 = getattr(own, field.name), field.name == "gpus_per_node"
+            if isinstance(value, (int, float)) and not (0 < value < math.inf or (may_be_0 and value == 0)):
+                least = "0 or greater" if may_be_0 else "greater than 0"
+                problems.append(f"{key}.{name}.{field.name} is {value}; it must be {least} and finite")
+        memory_gib, limit_gib = (getattr(settings.of_type(name).cluster, k) for k in ("memory_gib", "max_memory_gib"))
+        if memory_gib is not None and limit_gib is not None and memory_gib > limit_gib:
+            problems.append(
+                f"{key}.{name}: memory_gib is {memory_gib:g}, above max_memory_gib={limit_gib:g}; lower one or raise "
+                "the other"
+            )
+        if own.max_nodes is not None and 0 < own.max_nodes < settings.grid.min_nodes:
+            problems.append(
+                f"{key}.{name}.max_nodes is {own.max_nodes}, below grid.min_nodes={settings.grid.min_nodes}; raise it, "
+                "lower grid.min_nodes, or drop the type"
+            )
+    price = _PRICES_OF_TYPES.get(settings.pricing.kind)
+    without = [name for name, own in types.items() if price and getattr(own, price) is None]
+    if price and 0 < len(without) < len(types):
+        problems.append(
+            f"{key}.{without[0]}.{price} is null and other types have one; give it for {' and '.join(without)} too"
+        )
+    counts = settings.objective.kind is ObjectiveKind.cost or settings.objective.budget is not None
+    if price == "price_per_node_hour" and counts and 1 < len(types) == len(without):
+        wanted = "objective.kind is cost" if settings.objective.budget is None else "objective.budget is set"
+        problems.append(
+            f"{wanted} and none of {key} has a {price}; give each its own, or the same where they cost the same"
+        )
+    return problems
 
 
 def _check_queue_waits(settings: Settings) -> list[str]:
@@ -179,17 +236,22 @@ def _check_queue_waits(settings: Settings) -> list[str]:
 
 def _check_service_units(settings: Settings) -> list[str]:
     """The weights that the settings give; those of a partition are checked with the site."""
-    weights = settings.pricing.billing_weights
     if settings.pricing.kind is not PricingKind.service_units:
         return []
-    if weights is not None:
+    given = {node_type: settings.of_type(node_type) for node_type in settings.node_types}
+    if any(own.pricing.billing_weights is not None for own in given.values()):
         from tula_hpc.prices import service_units
 
-        try:
-            service_units(settings.cluster, weights, needs_units=True)
-        except ValueError as error:
-            return [f"pricing.billing_weights is {weights!r}: {error}"]
-    elif settings.cluster.kind is ClusterKind.local:
+        problems = []
+        for node_type, own in given.items():
+            weights, about = own.pricing.billing_weights, f"node type {node_type}: " if node_type else ""
+            try:
+                if weights is not None:
+                    service_units(own.cluster, weights, needs_units=True)
+            except ValueError as error:
+                problems.append(f"{about}pricing.billing_weights is {weights!r}: {error}")
+        return problems
+    if settings.cluster.kind is ClusterKind.local:
         return [
             "pricing.billing_weights is null and cluster.kind is local, which has no partition to ask; give weights, "
             "such as pricing.billing_weights='CPU=1.0,Mem=0.25G,GRES/gpu=16', or another pricing"
@@ -263,18 +325,25 @@ def _check_optimizer(settings: Settings) -> list[str]:
 
 
 def _check_grid(settings: Settings) -> list[str]:
-    if settings.grid_candidates():
-        return []
+    with_candidates = {c.node_type for c in settings.grid_candidates()}
+    return [
+        f"{f'node type {node_type}: ' if node_type else ''}{_empty_grid(settings.of_type(node_type))}"
+        for node_type in settings.node_types
+        if node_type not in with_candidates
+    ]
+
+
+def _empty_grid(settings: Settings) -> str:
     grid, largest = settings.grid, doublings(settings.grid.min_nodes, settings.grid.max_nodes)[-1]
     ranks = settings.cluster.ranks_per_node
     reach = f"{grid.min_nodes * ranks * grid.min_batch_per_rank} to {largest * ranks * grid.max_batch_per_rank}"
     limit = min(grid.max_global_batch or settings.train_samples, settings.train_samples)
-    return [
+    return (
         f"the grid is empty: {grid.min_nodes} to {largest} nodes x {ranks} ranks x {grid.min_batch_per_rank} to "
         f"{grid.max_batch_per_rank} a rank give global batches of {reach}, and grid.min_global_batch="
         f"{grid.min_global_batch} to {limit} (grid.max_global_batch, or the {settings.train_samples} training samples) "
         "are allowed; widen one of them"
-    ]
+    )
 
 
 def _check_budget(settings: Settings) -> list[str]:

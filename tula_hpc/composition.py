@@ -138,14 +138,27 @@ def _explain(error: Exception, culprit: str | None) -> str:
         group = re.search(r"Could not find '([^']+)'", message)
         if group and options:
             return f"{about}there is no {group[1]}; known are {', '.join(options)}"
+    if "not a subclass of NodeType" in both:  # OmegaConf adds none to those that are there
+        return about + _WHOLE_TYPES
     text = "; ".join(line.strip() for line in (cause or message).splitlines() if line.strip())
     return about + re.sub(r";? *(full_key|reference_type|object_type)[=:]\s*\S+", "", text)
+
+
+_WHOLE_TYPES = (
+    "types of node are given all together, in a cluster file of yours or as in '+cluster.node_types={NAME: {partition: "
+    "...}, OTHER: {partition: ...}}'; what is there may then be changed one by one"
+)
 
 
 def _no_setting(key: str) -> str:
     """That a key does not exist, with the nearest ones that do."""
     known = {name: default for name, (default, _) in _all_settings()}
+    of_a_type = re.fullmatch(r"cluster\.node_types\.([^.]+)\.[^.]+", key)
+    if of_a_type:  # the user's own name stands in the place of NAME
+        known = {name.replace(".NAME.", f".{of_a_type[1]}."): None for name in known if ".NAME." in name}
     free = next((name for name, default in known.items() if isinstance(default, dict) and key.startswith(name)), None)
+    if free == "cluster.node_types":
+        return f"{key}: {_WHOLE_TYPES}"
     if free is not None:  # a dictionary of the user's own keys
         new = key.removeprefix(free).strip(".") or "KEY"
         return f"{free} has no {new} yet; add it with +{free}.{new}=VALUE"
@@ -221,6 +234,9 @@ def _all_settings() -> Iterator[tuple[str, tuple[Any, str]]]:
             for field in dataclasses.fields(default):
                 key = f"{section.name}.{field.name}"
                 yield key, (getattr(default, field.name), texts.get((type(default).__name__, field.name), ""))
+                if field.name == "node_types":
+                    for own in dataclasses.fields(config.NodeType):
+                        yield f"{key}.NAME.{own.name}", (own.default, texts.get(("NodeType", own.name), ""))
         else:
             yield section.name, (default, texts.get(("Settings", section.name), ""))
 

@@ -135,11 +135,48 @@ class Collective(Enum):
 
 
 NO_RESULT = {"result": False}
+# Has no part in a signature while it is empty: the setting came after the first run folders.
+UNSIGNED_IF_EMPTY = {"unsigned_if_empty": True}
 
 
 def no_result(default: Any) -> Any:
     """A field that does not change the result of a run."""
     return field(default=default, metadata=NO_RESULT)
+
+
+@dataclass
+class NodeType:
+    """One type of node of a cluster that has several; what is null here is as in `cluster`, `grid` and `pricing`.
+
+    The fields are called as there, so that `Settings.of_type` can put them in their places.
+    """
+
+    partition: str | None = None
+    account: str | None = no_result(None)
+    qos: str | None = no_result(None)
+    constraint: str | None = None
+    """Node features to ask for, where types share a partition."""
+    gpus_per_node: int | None = None
+    """GPUs, and ranks, on each node of this type."""
+    gpu_type: str | None = None
+    cpus_per_rank: int | None = None
+    memory_gib: float | None = None
+    """Host memory to ask for on each node, GiB."""
+    max_memory_gib: float | None = no_result(None)
+    network_interface: str | None = None
+    setup: list[str] | None = None
+    """Shell lines in place of `cluster.setup`, where nodes of this type need others."""
+    python: str | None = None
+    max_nodes: int | None = None
+    """Most nodes of this type; `grid.max_nodes` bounds them as well."""
+    price_per_node_hour: float | None = None
+    """For `pricing=node_hour` and `spot`; give it for every type, or for none where the objective is no cost."""
+    price_per_gib_hour: float | None = None
+    """For `pricing=memory`; give it for every type, or for none."""
+    interruptions_per_node_hour: float | None = None
+    """For `pricing=spot`."""
+    billing_weights: str | None = None
+    """For `pricing=service_units`. Null, as in `pricing`: those of the type's partition, asked of Slurm."""
 
 
 @dataclass
@@ -189,6 +226,12 @@ class ClusterSettings:
     """Python to run on the nodes. Null: the one that runs this command."""
     network_interface: str | None = None
     """Network interface for gloo and NCCL, such as `ib0`. Null: they choose."""
+    node_types: dict[str, NodeType] = field(default_factory=dict, metadata=UNSIGNED_IF_EMPTY)
+    """Several partitions or GPU types in one run: what each differs in, and its price, by a name of yours, as in
+    '+cluster.node_types={a100: {partition: gpu-a100, price_per_node_hour: 6}, h100: {partition: gpu-h100,
+    price_per_node_hour: 12}}'. What a type leaves out is as in `cluster`, `grid` and `pricing`, so those hold what all
+    types share. Each is profiled and modelled on its own, one choice is made over all, and a training runs on one. Only
+    on Slurm."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -200,7 +243,7 @@ class ControllerSettings:
     kind: ControllerKind = ControllerKind.here
     """Where the command itself waits for its jobs: `here`, or in a small Slurm job (`slurm`), and returns at once."""
     partition: str | None = None
-    """Partition of that job. Null: `cluster.partition`."""
+    """Partition of that job. Null: `cluster.partition`, and without one that of the first of `cluster.node_types`."""
     time_limit_min: int = 1440
     """Its time limit, minutes, or the partition's if that is shorter; shortly before the end it queues itself again."""
     memory_gib: float = 1.0
@@ -272,7 +315,7 @@ class GridSettings:
 @dataclass
 class SearchSettings:
     mode: SearchMode = SearchMode.partial
-    """`full` measures every candidate; `partial` the corners of the grid: the smallest and the
+    """`full` measures every candidate; `partial` the corners of the grid of each type of node: the smallest and the
     largest cluster, and from one node on the smallest one of several, each with its smallest and largest batch;
     `adaptive` three points, then up to three a round on which the decision depends most, until no other candidate could
     beat the choice by more than `tolerance`, or a budget is spent. Partial waits in the queue once; adaptive once a
@@ -315,8 +358,8 @@ class ProfilingSettings:
 @dataclass
 class ObjectiveSettings:
     kind: ObjectiveKind = ObjectiveKind.knee
-    """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay; `time_to_result`: fastest counting
-    the wait in the queue."""
+    """`time`: fastest; `cost`: cheapest; `knee`: where larger batches stop to pay, on the fastest nodes for each batch
+    whatever they cost; `time_to_result`: fastest counting the wait in the queue."""
     deadline_h: float | None = None
     """Hours that the training may take by the upper end of its prediction, with the wait in the queue where that is
     known (`queue_wait_min`); validation and start-up come on top. Null: any."""
@@ -330,7 +373,8 @@ class ObjectiveSettings:
     queue_wait_min: dict[Any, Any] = field(default_factory=dict)
     """For `time_to_result` and `deadline_h`: how long a training waits in your queue, minutes by number of nodes, as in
     '+objective.queue_wait_min={1: 5, 8: 240}'; between two of them it is interpolated, outside the nearest is taken.
-    Empty: Slurm's estimates when the choice is made, of which one that Slurm does not give counts as 0."""
+    The same for every one of `cluster.node_types`. Empty: Slurm's estimates when the choice is made, for the partition
+    in question, of which one that Slurm does not give counts as 0."""
 
 
 @dataclass
@@ -436,8 +480,8 @@ class TrainingSettings:
     """How often the training may be started again after each kind of end: out of memory, a lost node, preemption ..."""
     replan: ReplanKind = field(default=ReplanKind.offer, metadata=NO_RESULT)
     """What happens when steps lastingly take another time than predicted, as on a network that others have begun to
-    use: `offer` says so, and which configuration would be better for the rest; `auto` has the training save and go on
-    there, at most twice; `off` (in a YAML file: 'off') does not look."""
+    use: `offer` says so, and which configuration on the same type of node would be better for the rest; `auto` has the
+    training save and go on there, at most twice; `off` (in a YAML file: 'off') does not look."""
     trace_gradients: bool = False
     """Write each step's gradient norm, its variability (Eq. 5), and whether it was scaled, to train/gradients.csv. A
     second look at all gradients in each step, which profiling does not have."""
@@ -478,15 +522,42 @@ class Settings:
     def test_samples(self) -> int:
         return min(self.workload.test_samples, self.data.test_samples or self.workload.test_samples)
 
-    def grid_candidates(self) -> list[Candidate]:
-        """The candidates of this run, sorted by nodes, then batch."""
-        return candidate_grid(
-            doublings(self.grid.min_nodes, self.grid.max_nodes),
-            self.cluster.ranks_per_node,
-            doublings(self.grid.min_batch_per_rank, self.grid.max_batch_per_rank),
-            self.grid.min_global_batch,
-            min(self.grid.max_global_batch or self.train_samples, self.train_samples),
+    @property
+    def node_types(self) -> list[str]:
+        """Names of the types of node, in the user's order; a single empty one where the run has no types."""
+        return list(self.cluster.node_types) or [""]
+
+    def of_type(self, node_type: str) -> Settings:
+        """The settings of a run on nodes of this type only; these themselves for the empty name.
+
+        Whatever is asked of one type is asked of these: its jobs, its price, what its measurements depend on.
+        """
+        if not node_type:
+            return self
+        own = self.cluster.node_types[node_type]
+        given = {f.name: value for f in dataclasses.fields(own) if (value := getattr(own, f.name)) is not None}
+
+        def with_own(section: Any, **changes: Any) -> Any:
+            names = {f.name for f in dataclasses.fields(section)}
+            return dataclasses.replace(section, **{k: v for k, v in given.items() if k in names}, **changes)
+
+        bounds = dataclasses.replace(
+            self.grid, max_nodes=min(self.grid.max_nodes, own.max_nodes or self.grid.max_nodes)
         )
+        cluster, pricing = with_own(self.cluster, node_types={}), with_own(self.pricing)
+        return dataclasses.replace(self, cluster=cluster, pricing=pricing, grid=bounds)
+
+    def grid_candidates(self) -> list[Candidate]:
+        """The candidates of this run, type by type, each sorted by nodes, then batch."""
+        largest = min(self.grid.max_global_batch or self.train_samples, self.train_samples)
+        batches = doublings(self.grid.min_batch_per_rank, self.grid.max_batch_per_rank)
+        found = []
+        for node_type in self.node_types:
+            own = self.of_type(node_type)
+            nodes = doublings(own.grid.min_nodes, own.grid.max_nodes)
+            ranks = own.cluster.ranks_per_node
+            found += candidate_grid(nodes, ranks, batches, self.grid.min_global_batch, largest, node_type)
+        return found
 
 
 START_S = 60.0
@@ -569,7 +640,10 @@ def _result_fields(settings: Any) -> Any:
             f.name: _result_fields(getattr(settings, f.name))
             for f in dataclasses.fields(settings)
             if f.metadata.get("result", True)
+            and not (f.metadata.get("unsigned_if_empty") and not getattr(settings, f.name))
         }
+    if isinstance(settings, dict):
+        return {str(key): _result_fields(value) for key, value in settings.items()}
     return to_plain(settings)
 
 
@@ -597,7 +671,8 @@ def measurement_signature(settings: Settings) -> str:
     """Ten hex digits of everything that changes a measured step: what two runs must share to share measurements.
 
     Objective, prices, grid, epochs and learning rates are not in it; the version of torch, the user's own code and,
-    where this machine is the cluster, its name are.
+    where this machine is the cluster, its name are. Of a run on several types of node, ask `Settings.of_type`: what
+    one type measures is shared with runs that have only that.
     """
     fields = _result_fields(settings)
     steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}

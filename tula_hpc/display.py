@@ -13,14 +13,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tula_hpc.candidates import Candidate, nodes_of
 from tula_hpc.control.verdicts import STUCK
 from tula_hpc.methods import in_words
 from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
-    from tula_hpc.candidates import Candidate
     from tula_hpc.control.jobs import Look
     from tula_hpc.control.journal import Attempt, Successor
+    from tula_hpc.control.packing import Submission
 
 PLAIN_PROGRESS_EVERY_S = 30.0
 ROWS_SHOWN = 24
@@ -51,12 +52,17 @@ class _Row:
 def _job_name(attempt: Attempt) -> str:
     what = "train" if attempt.job == "train" else "profile"
     again = f" (attempt {attempt.number})" if attempt.number > 1 else ""
-    return f"{what} on {count(attempt.num_nodes, 'node')}, batch {attempt.batch_per_rank} a rank{again}"
+    return f"{what} on {count_nodes(attempt)}, batch {attempt.batch_per_rank} a rank{again}"
 
 
 def count(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def count_nodes(one: Attempt | Candidate | Submission) -> str:
+    """`1 node`, `2 h100 nodes`."""
+    return nodes_of(one.num_nodes, one.node_type)
 
 
 def accuracy_or_loss(record: dict[str, Any]) -> str:
@@ -199,11 +205,12 @@ class Display:
             return
         self.close()
         selection, result = read_json(run.selection), read_json(run.train_result)
-        used = f"{count(result['num_nodes'], 'node')} x {result['batch_per_rank']} a rank"
+        node_type = selection.get("node_type", "")
+        used = f"{nodes_of(result['num_nodes'], node_type)} x {result['batch_per_rank']} a rank"
         used += f" = global batch {result['global_batch']}"
         chosen = selection["num_nodes"], selection["batch_per_rank"]
         if (result["num_nodes"], result["batch_per_rank"]) != chosen:
-            used += f" (chosen was {count(chosen[0], 'node')} x {chosen[1]} a rank; `status` says why it changed)"
+            used += f" (chosen was {nodes_of(chosen[0], node_type)} x {chosen[1]} a rank; `status` says why it changed)"
         predicted = selection["predicted"]["step_time_s"]
         self.explain(
             f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: "
@@ -229,6 +236,9 @@ class Display:
 def candidates_table(selection: dict[str, Any]) -> Table:
     """Every candidate with what was measured and predicted; the chosen one is marked."""
     table = Table(title="candidates", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    types = any("node_type" in row for row in selection["candidates"])
+    if types:
+        table.add_column("\ntype", no_wrap=True)
     for header in (
         "\nnodes", "batch\na rank", "global\nbatch", "step\nmeasured", "step\npredicted", "\nepoch", "\ntraining",
         "\nmemory", "\ncost",
@@ -238,12 +248,13 @@ def candidates_table(selection: dict[str, Any]) -> Table:
     if waits_known:
         table.add_column("queue\nwait", justify="right", no_wrap=True)
     table.add_column("")
-    chosen = (selection["num_nodes"], selection["batch_per_rank"])
+    chosen = Candidate.from_record(selection)
     for row in selection["candidates"]:
-        is_chosen = (row["num_nodes"], row["batch_per_rank"]) == chosen
+        is_chosen = Candidate.from_record(row) == chosen
         memory = row["measured_memory_gib"] if row["measured_memory_gib"] is not None else row["memory_gib"]
         note = "<- chosen" if is_chosen else Text(row["why_infeasible"][:72])
         table.add_row(
+            *([row["node_type"]] if types else []),
             str(row["num_nodes"]),
             str(row["batch_per_rank"]),
             str(row["global_batch"]),

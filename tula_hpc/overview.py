@@ -64,12 +64,18 @@ def summarise(run: RunFolder) -> Summary:
         run.path.name,
         stage(run, holder is not None),
         controller,
-        f"{selection['num_nodes']} x {selection['batch_per_rank']}" if selection else "",
+        _configuration(selection) if selection else "",
         duration(predicted["train_time_s"]) if predicted else "",
         f"{selection['currency']}{predicted['cost']:.3g}" if predicted else "",
         trained.get("method", ""),
         "" if accuracy is None else f"{accuracy:.2f} %",
     )
+
+
+def _configuration(selection: dict[str, Any]) -> str:
+    """`4 x 64`, or `4 h100 x 64` where there are types of node."""
+    on_type = f" {selection['node_type']}" if "node_type" in selection else ""
+    return f"{selection['num_nodes']}{on_type} x {selection['batch_per_rank']}"
 
 
 def stage(run: RunFolder, controlled: bool) -> str:

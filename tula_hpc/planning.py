@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tula_hpc.candidates import Candidate
+from tula_hpc.candidates import Candidate, nodes_of
 from tula_hpc.config import PricingKind, ProfilingKind, Settings
 from tula_hpc.control.packing import Submission
 from tula_hpc.display import Display, count, duration
@@ -21,7 +21,7 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
     """Candidates, jobs, node-hours and cost of the first round of profiling, and the text sbatch would get."""
     from tula_hpc.control.controller import Controller, profiling_requests
     from tula_hpc.control.slurm import SlurmScheduler
-    from tula_hpc.prices import price_of
+    from tula_hpc.prices import in_words, prices_of
 
     settings = settled(settings, display)
     refuse_what_cannot_work(settings)
@@ -37,16 +37,18 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
     display.say(
         f"search={settings.search.mode.name} profiles {len(wanted)} of them{first} in {len(requests)} submissions:"
     )
-    about = atmost = 0.0
+    prices, currency = prices_of(settings), settings.pricing.currency
+    about = atmost = cost = 0.0
     for request, submission in requests:
         names = ", ".join(c.name for c in submission.candidates)
         at_once = 1 if scheduler.one_host else request.max_running
         how = "one after the other in one job" if submission.one_after_another else f"up to {at_once} at once"
-        display.say(f"  {request.num_nodes} nodes x {request.ranks_per_node} ranks: {names} ({how})")
-        about += submission.node_hours(settings)
+        where = nodes_of(request.num_nodes, request.node_type)
+        display.say(f"  {where} x {request.ranks_per_node} ranks: {names} ({how})")
+        hours = submission.node_hours(settings)
+        about += hours
+        cost += float(prices[request.node_type].cost(3600 * hours, 1, request.ranks_per_node, math.nan))
         atmost += submission.num_jobs * request.num_nodes * (submission.time_limit_min or 0) / 60
-    price, currency = price_of(settings), settings.pricing.currency
-    cost = float(price.cost(3600 * about, 1, settings.cluster.ranks_per_node, math.nan))
     known = "; its price depends on the memory it will show" if math.isnan(cost) else f", {currency}{cost:.2f}"
     if settings.pricing.kind is PricingKind.service_units and settings.cluster.exclusive_profiling:
         known += " and what else is charged for whole nodes"
@@ -67,11 +69,14 @@ def plan(settings: Settings, command: list[str], display: Display) -> None:
         for key in ("deadline_h", "budget", "max_nodes")
         if (value := getattr(settings.objective, key)) is not None
     ]
-    display.say(f"objective={settings.objective.kind.name}{''.join(limits)}, price: {currency}{price.describe()}")
+    display.say(
+        f"objective={settings.objective.kind.name}{''.join(limits)}, price: {currency}{in_words(prices, currency)}"
+    )
     display.say(f"the run folder would be {run.path}")
     if isinstance(scheduler, SlurmScheduler):
         for request, _ in requests:
-            display.say(f"\n--- sbatch gets, for {request.num_nodes} nodes:\n{scheduler.batch_text(request)}")
+            where = nodes_of(request.num_nodes, request.node_type)
+            display.say(f"\n--- sbatch gets, for {where}:\n{scheduler.batch_text(request)}")
             trial = scheduler.try_out(request)
             display.say(f"--- sbatch --test-only: {trial_words(trial.answered, trial.refused, trial.wait_s)}")
     display.say("nothing was submitted")

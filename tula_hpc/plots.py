@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
@@ -20,7 +21,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from tula_hpc.candidates import Candidate, nodes_of
 from tula_hpc.config import Settings
+from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.display import duration
 from tula_hpc.markup import MEMORY_PARTS
 from tula_hpc.models.memory import MemoryFit
@@ -60,18 +63,36 @@ def draw(
     styles = node_styles(c.num_nodes for c in settings.grid_candidates())
     plots = []
     with matplotlib.rc_context(STYLE):
-        if selection is not None:
-            plots.append(_epoch_time(selection, styles))
+        for node_type, own in _by_type(selection).items():
+            plots.append(_of_type(_epoch_time(own, styles), node_type))
             # a price for memory gives no cost where memory is not known
-            if any(row["cost"] is not None for row in selection["candidates"]):
-                plots.append(_cost(selection, settings, styles))
-        if fit is not None:
-            plots += [_step_time(fit, styles), _memory(fit, selection, styles), _step_parts(fit)]
+            if any(row["cost"] is not None for row in own["candidates"]):
+                plots.append(_of_type(_cost(own, settings, styles), node_type))
+        for node_type in [] if fit is None else types_of(fit):
+            models = fit_of(fit or {}, node_type)
+            drawn = _step_time(models, styles), _memory(models, selection, styles), _step_parts(models)
+            plots += [_of_type(plot, node_type) for plot in drawn]
         if metrics:
             plots.append(_training(metrics, settings))
         if metrics and settings.method.kind.scales_gradients:
             plots.append(_scaling(metrics, settings))
     return plots
+
+
+def _by_type(selection: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Type of node -> the selection with the candidates of that type; without types of which nothing is predicted."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in [] if selection is None else selection["candidates"]:
+        rows.setdefault(row.get("node_type", ""), []).append(row)
+    known = {t: own for t, own in rows.items() if any(row["step_time_s"] is not None for row in own)}
+    return {node_type: {**(selection or {}), "candidates": own} for node_type, own in known.items()}
+
+
+def _of_type(plot: Plot, node_type: str) -> Plot:
+    """The plot under a name and a title that say which nodes it shows."""
+    if not node_type:
+        return plot
+    return replace(plot, name=f"{plot.name}_{node_type}", title=f"{plot.title}, {node_type}")
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -111,7 +132,7 @@ def _cost(selection: dict[str, Any], settings: Settings, styles: NodeStyles) -> 
 
 
 def _marked(selection: dict[str, Any]) -> str:
-    nodes = "1 node" if selection["num_nodes"] == 1 else f"{selection['num_nodes']} nodes"
+    nodes = nodes_of(selection["num_nodes"], selection.get("node_type", ""))
     return (
         f"chosen are {nodes} with a global batch of {selection['global_batch']}, the knee is at "
         f"{selection['knee']['global_batch']}"
@@ -145,14 +166,15 @@ def _against_global_batch(axes: Axes, selection: dict[str, Any], column: str, st
 
 
 def _mark_choice(axes: Axes, selection: dict[str, Any], table: pd.DataFrame, column: str) -> None:
-    keys = ["num_nodes", "batch_per_rank"]
-    is_chosen = (table[keys] == [selection[key] for key in keys]).all(axis=1)
-    x, y = float(selection["global_batch"]), float(table.loc[is_chosen, column].iloc[0])
     knee = float(selection["knee"]["global_batch"])
-    axes.axvline(knee, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
-    early = _place(axes.get_xlim(), knee) < 0.8
-    write_beside(axes, "knee", (knee, 1), -2, to_the_right=early, color=MUTED, va="top")
-    if not y > 0:
+    if table["global_batch"].min() <= knee <= table["global_batch"].max():
+        axes.axvline(knee, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
+        early = _place(axes.get_xlim(), knee) < 0.8
+        write_beside(axes, "knee", (knee, 1), -2, to_the_right=early, color=MUTED, va="top")
+    chosen = Candidate.from_record(selection)
+    is_chosen = [Candidate.from_record(row) == chosen for row in table.to_dict("records")]
+    x, y = float(selection["global_batch"]), float(table.loc[is_chosen, column].max())
+    if not y > 0:  # the choice is of another type of node, or costs an unknown sum
         return
     axes.plot(x, y, "o", markersize=14, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.8, zorder=5)
     above, side = _place(axes.get_ylim(), y) < 0.5, _place(axes.get_xlim(), x)
@@ -176,7 +198,7 @@ def _place(limits: tuple[float, float], value: float) -> float:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _step_time(fit: dict[str, Any], styles: NodeStyles) -> Plot:
+def _step_time(fit: Mapping[str, Any], styles: NodeStyles) -> Plot:
     figure, axes = new_axes()
     points = pd.DataFrame([p for p in fit["points"] if not p.get("allocator_retries")])
     measured = points["step_time_s"].to_numpy(dtype=float)
@@ -218,7 +240,7 @@ def _step_time(fit: dict[str, Any], styles: NodeStyles) -> Plot:
     )
 
 
-def _memory(fit: dict[str, Any], selection: dict[str, Any] | None, styles: NodeStyles) -> Plot:
+def _memory(fit: Mapping[str, Any], selection: dict[str, Any] | None, styles: NodeStyles) -> Plot:
     figure, axes = new_axes()
     model, points = MemoryFit.from_dict(fit["memory"]), pd.DataFrame(fit["points"])
     limit, fraction, largest = fit["memory_limit_gib"], fit["memory_fraction"], fit["max_batch_per_rank"]
@@ -292,7 +314,7 @@ def _mark_limits(axes: Axes, top_gib: float, limit: float | None, fraction: floa
         )  # fmt: skip
 
 
-def _step_parts(fit: dict[str, Any]) -> Plot:
+def _step_parts(fit: Mapping[str, Any]) -> Plot:
     """Shares of the step as bars, one panel per number of nodes, with the length of the step on top."""
     points = pd.DataFrame(fit["points"]).rename(columns={"sync_time_s": "sync_s"})
     several = points["num_nodes"].nunique() > 1

@@ -1,6 +1,8 @@
-"""The price that the settings ask for; service units are what Slurm's accounting would bill the training."""
+"""The prices that the settings ask for, of each type of node; service units are what Slurm's accounting would bill."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from tula_hpc.config import ClusterKind, ClusterSettings, PricingKind, Settings
 from tula_hpc.errors import SchedulerSilent
@@ -14,8 +16,24 @@ from tula_hpc.models.pricing import (
 )
 
 
+def prices_of(settings: Settings) -> dict[str, Price]:
+    """Type of node -> its pricing scheme; the name is empty where the run has no types.
+
+    Raises:
+        SchedulerSilent: As `price_of`.
+    """
+    return {node_type: price_of(settings.of_type(node_type)) for node_type in settings.node_types}
+
+
+def in_words(prices: Mapping[str, Price], currency: str) -> str:
+    """All schemes; begins with a number, so that the currency can stand before it."""
+    words = [f"{price.describe()}{f' ({node_type})' if node_type else ''}" for node_type, price in prices.items()]
+    return f", {currency}".join(words)
+
+
 def price_of(settings: Settings) -> Price:
-    """The pricing scheme; asks Slurm for the weights of its partition where `pricing.billing_weights` is null.
+    """The pricing scheme of one type of node; asks Slurm for the weights of its partition where
+    `pricing.billing_weights` is null.
 
     Raises:
         SchedulerSilent: Slurm does not tell its weights.

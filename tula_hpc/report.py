@@ -11,13 +11,15 @@ import base64
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc import methods
+from tula_hpc.candidates import Candidate, nodes_of
 from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
+from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import count, duration, loss_text
@@ -162,9 +164,8 @@ _OBJECTIVES = {
 
 def _header(records: Records) -> str:
     s, plan, fit = records.settings, records.plan, records.fit
-    ranks = count(s.cluster.ranks_per_node, "rank")
     samples = span(s.grid.min_batch_per_rank, s.grid.max_batch_per_rank)
-    grid = f"{span(s.grid.min_nodes, s.grid.max_nodes)} nodes × {ranks} × {samples} samples"
+    grid = f"{' or '.join(_clusters(s.of_type(each), each) for each in s.node_types)} × {samples} samples"
     grid += f"; {len(plan['candidates'])} candidates" if plan else ""
     grid += f", {len(fit['points'])} measured" if fit else ""
     data = f"{_call(s.workload.dataset)}, {s.train_samples:,} training and {s.test_samples:,} test samples"
@@ -189,6 +190,12 @@ def _trained_with(records: Records) -> str:
     if used:
         return f"global batch {used['global_batch']}, {methods.in_words(used)}"
     return "nothing: until=choice" if records.run.untrained.exists() else "not yet"
+
+
+def _clusters(settings: Settings, node_type: str) -> str:
+    """`2 to 8 h100 nodes × 4 ranks`."""
+    nodes = f"{span(settings.grid.min_nodes, settings.grid.max_nodes)} {f'{node_type} nodes'.strip()}"
+    return f"{nodes} × {count(settings.cluster.ranks_per_node, 'rank')}"
 
 
 def _end_of_search(fit: dict[str, Any] | None) -> dict[str, str]:
@@ -242,7 +249,8 @@ def _answer(records: Records) -> str:
     if selection is None:
         return f'<section class="answer">{notice}</section>'
     ranks = f"{selection['gpus_per_node']} ranks × " if selection["gpus_per_node"] > 1 else ""
-    answer = f"{count(selection['num_nodes'], 'node')} × {ranks}{selection['batch_per_rank']} samples"
+    nodes = nodes_of(selection["num_nodes"], selection.get("node_type", ""))
+    answer = f"{nodes} × {ranks}{selection['batch_per_rank']} samples"
     rule = selection["rule"].replace("_", " ")
     return (
         f'<section class="answer"><p class="kicker">The answer</p>'
@@ -263,7 +271,8 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
     yield _tile("Training time", duration(predicted["train_time_s"]), notes)
     price = f"{selection['currency']}{selection['price']}"
     yield _tile("Cost", money(predicted["cost"], selection["currency"]), [f"predicted, at {price}"])
-    yield _memory_tile(predicted["memory_gib"], records.fit)
+    fit = None if records.fit is None else fit_of(records.fit, selection.get("node_type", ""))
+    yield _memory_tile(predicted["memory_gib"], fit)
     if result is None:
         yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
         if records.metrics:
@@ -296,7 +305,7 @@ def _tile(name: str, value: str, notes: Sequence[str], meter: str = "") -> str:
     return f'<div class="tile"><h3>{escape(name)}</h3><p class="value">{escape(value)}</p>{meter}{words}</div>'
 
 
-def _memory_tile(memory_gib: float | None, fit: dict[str, Any] | None) -> str:
+def _memory_tile(memory_gib: float | None, fit: Mapping[str, Any] | None) -> str:
     limit = fit["memory_limit_gib"] if fit else None
     if memory_gib is None or fit is None or limit is None:
         return _tile("Memory of a rank", gib_text(memory_gib), ["predicted; the limit is not known"])
@@ -311,26 +320,43 @@ def _memory_tile(memory_gib: float | None, fit: dict[str, Any] | None) -> str:
 
 def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> float | None:
     """The prediction for the configuration that was trained with, which may not be the chosen one."""
-    used = (result["num_nodes"], result["batch_per_rank"])
-    rows = [row for row in selection["candidates"] if (row["num_nodes"], row["batch_per_rank"]) == used]
+    sizes = {name: result[name] for name in ("num_nodes", "batch_per_rank")}
+    used = Candidate.from_record({**selection, **sizes})
+    rows = [row for row in selection["candidates"] if Candidate.from_record(row) == used]
     return float(rows[0]["step_time_s"]) if rows else None
 
 
 def _alternatives(selection: dict[str, Any]) -> str:
-    chosen = (selection["num_nodes"], selection["batch_per_rank"])
-    merged: dict[tuple[int, int], tuple[list[str], dict[str, Any]]] = {}
+    chosen, types = Candidate.from_record(selection), _type_column(selection)
+    merged: dict[Candidate, tuple[list[str], dict[str, Any]]] = {}
     for row in selection["alternatives"]:
-        merged.setdefault((row["num_nodes"], row["batch_per_rank"]), ([], row))[0].append(row["why"])
+        merged.setdefault(Candidate.from_record(row), ([], row))[0].append(row["why"])
     rows = [
         (
             sentence("; ".join(why)) + (" (the same choice)" if key == chosen else ""),
-            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")), time_text(row["step_time_s"]),
-            time_text(row["train_time_s"]), money(row["cost"], selection["currency"]), gib_text(row["memory_gib"]),
+            *(row[name] for name in (*types, "num_nodes", "batch_per_rank", "global_batch")),
+            time_text(row["step_time_s"]), time_text(row["train_time_s"]),
+            money(row["cost"], selection["currency"]), gib_text(row["memory_gib"]),
         )
         for key, (why, row) in merged.items()
     ]  # fmt: skip
-    head = ("alternatives", "nodes", "batch\na rank", "global\nbatch", "step", "training", "cost", "memory")
+    head = (
+        "alternatives",
+        *types.values(),
+        "nodes",
+        "batch\na rank",
+        "global\nbatch",
+        "step",
+        "training",
+        "cost",
+        "memory",
+    )
     return table(head, rows, left=(0,)) if rows else ""
+
+
+def _type_column(selection: dict[str, Any]) -> dict[str, str]:
+    """Key and head of the column that names the type of node, where there are types."""
+    return {"node_type": "type"} if "node_type" in selection else {}
 
 
 # --- plots and tables -------------------------------------------------------------------------------------------------
@@ -353,35 +379,44 @@ def _data(svg: str) -> str:
 
 
 def _candidates(selection: dict[str, Any]) -> str:
+    types = _type_column(selection)
     head = (
-        "nodes", "batch\na rank", "global\nbatch", "step\nmeasured", "step\npredicted", "90 %\ninterval", "epoch",
-        "training", "cost", "memory\nmeasured", "memory\npredicted", "",
+        *types.values(), "nodes", "batch\na rank", "global\nbatch", "step\nmeasured", "step\npredicted",
+        "90 %\ninterval", "epoch", "training", "cost", "memory\nmeasured", "memory\npredicted", "",
     )  # fmt: skip
-    chosen, nodes, rows, classes = (selection["num_nodes"], selection["batch_per_rank"]), None, [], []
+    chosen, before, rows, classes = Candidate.from_record(selection), None, [], []
     for row in selection["candidates"]:
-        is_chosen = (row["num_nodes"], row["batch_per_rank"]) == chosen
+        candidate = Candidate.from_record(row)
+        is_chosen = candidate == chosen
         note = "chosen" if is_chosen else row["why_infeasible"]
         if row["extrapolated"] and row["feasible"]:
             note = f"{note}; outside the measured range".removeprefix("; ")
         rows.append((
-            *(row[name] for name in ("num_nodes", "batch_per_rank", "global_batch")),
+            *(row[name] for name in (*types, "num_nodes", "batch_per_rank", "global_batch")),
             time_text(row["measured_step_time_s"]), time_text(row["step_time_s"]),
             interval_text(row["step_time_low_s"], row["step_time_high_s"]),
             time_text(row["epoch_time_s"]), time_text(row["train_time_s"]), money(row["cost"], selection["currency"]),
             gib_text(row["measured_memory_gib"]), gib_text(row["memory_gib"]), note,
         ))  # fmt: skip
         look = "chosen" if is_chosen else "" if row["feasible"] else "out"
-        classes.append(f"{look} first" if row["num_nodes"] != nodes else look)
-        nodes = row["num_nodes"]
-    return f"<section><h2>All candidates</h2>{table(head, rows, classes, left=(len(head) - 1,))}</section>"
+        cluster = candidate.node_type, candidate.num_nodes
+        classes.append(f"{look} first" if cluster != before else look)
+        before = cluster
+    left = (*range(len(types)), len(head) - 1)
+    return f"<section><h2>All candidates</h2>{table(head, rows, classes, left=left)}</section>"
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 def _models(fit: dict[str, Any]) -> str:
+    return "".join(_models_of_type(fit_of(fit, node_type), node_type) for node_type in types_of(fit))
+
+
+def _models_of_type(fit: Mapping[str, Any], node_type: str) -> str:
     cards = [_step_time_card(form, values, form == fit["step_time_form"]) for form, values in fit["step_time"].items()]
-    return f'<section><h2>Models</h2><div class="cards">{"".join(cards)}{_memory_card(fit)}</div></section>'
+    title = f"Models of {escape(node_type)} nodes" if node_type else "Models"
+    return f'<section><h2>{title}</h2><div class="cards">{"".join(cards)}{_memory_card(fit)}</div></section>'
 
 
 def _step_time_card(form: str, values: dict[str, Any], used: bool) -> str:
@@ -395,7 +430,7 @@ def _step_time_card(form: str, values: dict[str, Any], used: bool) -> str:
     return _card(title, STEP_TIME_FORMULAS.get(form, ""), values, words, rows, notes)
 
 
-def _memory_card(fit: dict[str, Any]) -> str:
+def _memory_card(fit: Mapping[str, Any]) -> str:
     memory, limit, largest = fit["memory"], fit["memory_limit_gib"], fit["max_batch_per_rank"]
     total, residual, out_of_memory = memory["total"], memory["residual_gib"], memory["smallest_oom_batch"]
     rows = [

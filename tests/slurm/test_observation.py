@@ -264,7 +264,7 @@ def test_broken_hosts_and_memory(slurm: ThrowawaySlurm, scheduler: Callable[[], 
     assert controller.broken_hosts(slurm.node_names) == []
     slurm.run("scontrol", "update", f"nodename={second}", "state=drain", "reason=test")
     assert controller.broken_hosts([first, second, "elsewhere"]) == [second]
-    assert controller.memory_gib_per_node() == SETTINGS.memory_mib_per_node / 1024
+    assert controller.memory_gib_per_node("") == SETTINGS.memory_mib_per_node / 1024
     slurm.run("scontrol", "update", f"nodename={second}", "state=resume")
 
 

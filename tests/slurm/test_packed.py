@@ -63,7 +63,7 @@ def profiled(run_root: Path, *overrides: str, candidates: list[Candidate]) -> tu
     write_text(run.config, "{}\n")
     scheduler = SlurmScheduler(settings, run)
     jobs = Jobs(settings, run, Journal(run.journal), scheduler, lambda: None)
-    for submission in submissions(settings, settings.profiling.kind, candidates, scheduler.longest_job_min()):
+    for submission in submissions(settings, settings.profiling.kind, candidates, scheduler.longest_job_min):
         jobs.submit("profile", submission)
     jobs.wait(lambda looks: None, lambda seconds: None)
     return run, list(Journal(run.journal).state().attempts.values())

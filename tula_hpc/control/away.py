@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_hpc.config import ControllerSettings, Settings
+from tula_hpc.config import ClusterSettings, ControllerSettings, Settings
 from tula_hpc.control import slurm_commands
 from tula_hpc.control.slurm import refusal, sentence
 from tula_hpc.control.slurm_commands import answer_of, ask, rows
@@ -182,7 +182,7 @@ def queue_again() -> str:
 
 
 def _options(settings: Settings, run: RunFolder) -> list[str]:
-    cluster, controller = settings.cluster, settings.controller
+    cluster, controller = _cluster_of_controller(settings), settings.controller
     name = controller_name(run)
     wanted = {
         "job-name": name,
@@ -205,9 +205,16 @@ def _options(settings: Settings, run: RunFolder) -> list[str]:
     return ["--parsable", "--requeue", *(f"--{key}={value}" for key, value in wanted.items() if value is not None)]
 
 
+def _cluster_of_controller(settings: Settings) -> ClusterSettings:
+    """Partition, account and qos where the controller has none of its own: a site whose nodes are of several types may
+    name them for each type only."""
+    shared = settings.cluster.partition is not None
+    return settings.cluster if shared else settings.of_type(settings.node_types[0]).cluster
+
+
 def _time_limit_min(settings: Settings, controller: ControllerSettings) -> int:
     partitions = slurm_commands.partitions()
-    name = controller.partition or slurm_commands.partition_used(settings.cluster, partitions)
+    name = controller.partition or slurm_commands.partition_used(_cluster_of_controller(settings), partitions)
     longest = slurm_commands.minutes(partitions[name].time_limit) if name in partitions else None
     return min(controller.time_limit_min, longest or controller.time_limit_min)
 

@@ -61,7 +61,7 @@ def _held_nodes(attempt: Attempt, own: list[Attempt]) -> int:
 
 def _node_hours(settings: Settings, candidates: list[Candidate]) -> float:
     """What these candidates would take at most."""
-    whole = submissions(settings, settings.profiling.kind, candidates, None)
+    whole = submissions(settings, settings.profiling.kind, candidates)
     return sum(submission.node_hours(settings) for submission in whole)
 
 

@@ -21,11 +21,10 @@ from tula_hpc.config import (
     ProfilingKind,
     Settings,
     Until,
-    measurement_signature,
     to_plain,
 )
 from tula_hpc.control.budget import within_budget
-from tula_hpc.control.choosing import adaptive_round, fitted, limited, predicted
+from tula_hpc.control.choosing import adaptive_round, fitted, limited, predicted, rows_of
 from tula_hpc.control.jobs import TRAIN, Jobs, Look, profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.next_steps import NextSteps, if_cancelled
@@ -33,15 +32,15 @@ from tula_hpc.control.packing import Submission, submissions
 from tula_hpc.control.probe import MOST_PROBES, Probe
 from tula_hpc.control.replanning import Replanning
 from tula_hpc.control.scheduler import JobRequest, Scheduler
-from tula_hpc.control.sharing import SharedPoints
+from tula_hpc.control.sharing import SharedPoints, signatures_record
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import Display, count
+from tula_hpc.display import Display, count_nodes
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
 from tula_hpc.models.search import Round, SearchMode, next_round
 from tula_hpc.models.selection import Selection, select
-from tula_hpc.prices import price_of
+from tula_hpc.prices import in_words, prices_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
 
 
@@ -109,7 +108,7 @@ class Controller:
                 {
                     "candidates": [c.name for c in self.settings.grid_candidates()],
                     "search": self.settings.search.mode.name,
-                    "measurement_signature": measurement_signature(self.settings),
+                    **signatures_record(self.settings),
                     "command": self.command,
                     "working_dir": os.getcwd(),
                     "runs_on": self.scheduler.name,
@@ -201,8 +200,8 @@ class Controller:
     def submissions(self, kind: ProfilingKind, candidates: list[Candidate]) -> list[Submission]:
         """What measures the candidates on this run's scheduler."""
         if self.scheduler.one_host or kind is ProfilingKind.array:  # no queue on one host, so nothing to share
-            return submissions(self.settings, ProfilingKind.array, candidates, None)
-        return submissions(self.settings, kind, candidates, self.scheduler.longest_job_min())
+            return submissions(self.settings, ProfilingKind.array, candidates)
+        return submissions(self.settings, kind, candidates, self.scheduler.longest_job_min)
 
     def _submit_profiling(self, wanted: list[Candidate]) -> bool:
         """Submit the candidates; where the scheduler takes only some of them now, the others come in a later round.
@@ -228,7 +227,7 @@ class Controller:
         there is anything else to go on with."""
         reasons = {i: self.jobs.why_rejected("profile", part) for i, part in enumerate(parts)}
         refused = {i: reason for i, reason in reasons.items() if reason is not None}
-        lines = [f"{count(parts[i].num_nodes, 'node')}{_memory_words(parts[i])}: {why}" for i, why in refused.items()]
+        lines = [f"{count_nodes(parts[i])}{_memory_words(parts[i])}: {why}" for i, why in refused.items()]
         nothing_else = not self._measured() and not self.journal.state().open
         if refused and nothing_else:
             raise SubmissionRejected(
@@ -256,13 +255,14 @@ class Controller:
     def _drop_larger_batches(self, looks: list[Look]) -> None:
         """What did not fit with one batch need not be tried with a larger one on the same nodes."""
         for look in looks:
-            if look.verdict not in self.jobs.too_large:
-                continue
             failed = look.attempt
+            if look.verdict not in self.jobs.too_large(failed.node_type):
+                continue
             larger = [
                 a
                 for a in self.journal.state().open
-                if a.num_nodes == failed.num_nodes and a.batch_per_rank > failed.batch_per_rank and a.ending is None
+                if (a.node_type, a.num_nodes) == (failed.node_type, failed.num_nodes)
+                if a.batch_per_rank > failed.batch_per_rank and a.ending is None
             ]
             if larger:
                 why = f"batch {failed.batch_per_rank} a rank already ran out of memory"
@@ -280,7 +280,7 @@ class Controller:
     def _infeasible_because(self) -> dict[Candidate, str]:
         """Candidates that did not fit in memory, and what was seen."""
         state = self.journal.state()
-        found = {self.jobs.candidate(a): a.reason for a in _profiled(state, self.jobs.too_large)}
+        found = {self.jobs.candidate(a): a.reason for a in self._too_large()}
         for attempt in _profiled(state, {Verdict.success}):
             if self.jobs.point(attempt)["allocator_retries"] > 0:
                 found[self.jobs.candidate(attempt)] = "the allocator had to free and retry: it fits, but slowly"
@@ -290,12 +290,17 @@ class Controller:
         """Candidates that ended without a measurement for other reasons than memory: nobody knows whether they work."""
         state = self.journal.state()
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
-        skipped = {Verdict.success, Verdict.skipped, None, *self.jobs.too_large}
+        skipped = {Verdict.success, Verdict.skipped, None}
         return {
             self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
-            if a is not None and a.verdict not in skipped
+            if a is not None and a.verdict not in skipped | self.jobs.too_large(a.node_type)
         }
+
+    def _too_large(self) -> list[Attempt]:
+        """Attempts at profiling whose batch did not fit in memory."""
+        attempts = self.journal.state().attempts.values()
+        return [a for a in attempts if a.job != TRAIN and a.verdict in self.jobs.too_large(a.node_type)]
 
     # --- models and choice ------------------------------------------------------------------------------------------
 
@@ -315,25 +320,25 @@ class Controller:
         usable = [p for p, a in zip(points, attempts, strict=True) if self.jobs.candidate(a) not in because]
         if not usable:
             raise TulaError("every measured candidate needed allocator retries; lower grid.max_batch_per_rank")
-        ran_out = _profiled(self.journal.state(), self.jobs.too_large)
         return {
             "points": points,
-            **fitted(self.settings, usable, [a.batch_per_rank for a in ran_out]),
+            **fitted(self.settings, usable, [self.jobs.candidate(a) for a in self._too_large()]),
             "infeasible": {c.name: why for c, why in because.items()},
             "failed": {c.name: why.splitlines()[0] for c, why in self._failed_because().items()},
         }
 
     @functools.cached_property
-    def _price(self) -> Price:
-        """The same for every table and the record; Slurm is asked once at most."""
-        return price_of(self.settings)
+    def _prices(self) -> dict[str, Price]:
+        """Of each type of node, the same for every table and the record; Slurm is asked once at most."""
+        return prices_of(self.settings)
 
     def _table(self, fit: dict[str, Any]) -> pd.DataFrame:
         """Every candidate with all that is predicted, and with the wait in the queue where the objective needs it."""
         objective = self.settings.objective
-        table = predicted(self.settings, fit, self._price)
+        table = predicted(self.settings, fit, self._prices)
         if objective.kind is ObjectiveKind.time_to_result or objective.deadline_h is not None:
-            table = predicted(self.settings, fit, self._price, self._queue_waits(table))
+            waits = {each: self._queue_waits(rows_of(table, each)) for each in self.settings.node_types}
+            table = predicted(self.settings, fit, self._prices, waits)
         return table
 
     def _choose(self) -> None:
@@ -349,7 +354,7 @@ class Controller:
             {
                 **choice.to_dict(),
                 "measured": choice.candidate in self._measured(),
-                "price": self._price.describe(),
+                "price": in_words(self._prices, self.settings.pricing.currency),
                 "currency": self.settings.pricing.currency,
                 "candidates": [_plain_row(row) for row in table.to_dict("records")],
             },
@@ -362,17 +367,18 @@ class Controller:
         return select(table, objective.kind.name, objective.tie_tolerance, self.settings.pricing.currency), table
 
     def _queue_waits(self, table: pd.DataFrame) -> dict[int, Wait]:
-        """How long a training would wait for each number of nodes: by the user's numbers, else by the scheduler's
-        estimate for the shortest such training, which asks for the least time and so waits least."""
+        """How long a training would wait for each number of nodes of one type: by the user's numbers, else by the
+        scheduler's estimate for the shortest such training, which asks for the least time and so waits least."""
         fastest = table.loc[table["feasible"]].sort_values("train_time_s").drop_duplicates("num_nodes")
         given = self.settings.objective.queue_wait_min
         if given:
             minutes = {int(nodes): float(wait_min) for nodes, wait_min in given.items()}
             return given_waits(minutes, [int(nodes) for nodes in fastest["num_nodes"]])
         waits = {}
-        for row in fastest.itertuples():
-            candidate = Candidate(row.num_nodes, row.batch_per_rank, row.gpus_per_node)
-            request = self.jobs.request(TRAIN, [candidate], self._train_time_limit_min(row.train_time_s))
+        for row in fastest.to_dict("records"):
+            candidate = Candidate.from_record(row)
+            limit_min = self._train_time_limit_min(row["train_time_s"], candidate.node_type)
+            request = self.jobs.request(TRAIN, [candidate], limit_min)
             seconds = self.scheduler.expected_wait_s(request)
             source = f"estimated by {self.scheduler.name} at the time of the choice"
             if self.scheduler.one_host:
@@ -392,14 +398,14 @@ class Controller:
         """Train at the chosen configuration; go on from the checkpoint with a smaller batch when memory runs out."""
         chosen = read_json(self.run.selection)
         candidate = Candidate.from_record(chosen)
-        time_limit_min = self._train_time_limit_min(chosen["predicted"]["train_time_s"])
+        time_limit_min = self._train_time_limit_min(chosen["predicted"]["train_time_s"], candidate.node_type)
         while True:
             last, memory_gib = self.journal.state().last(TRAIN), None
             if last is not None:
                 self.next_steps.refuse_to_repeat(last)
                 candidate, memory_gib = self.next_steps.after(last)
                 if last.verdict is Verdict.replanned and last.successor is not None:
-                    time_limit_min = self._train_time_limit_min(last.successor.train_time_s)
+                    time_limit_min = self._train_time_limit_min(last.successor.train_time_s, last.node_type)
             samples_before = checkpoint_samples(self.run)
             if last is None or last.verdict is not None:
                 training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
@@ -422,13 +428,13 @@ class Controller:
                     f"newest checkpoint{if_cancelled(last)}."
                 )
 
-    def _train_time_limit_min(self, train_time_s: float) -> int | None:
+    def _train_time_limit_min(self, train_time_s: float, node_type: str) -> int | None:
         """The user's limit, or half as long again as predicted; at most the partition's, since training resumes."""
         limit = self.settings.cluster.train_time_limit_min
         if limit is not None or self.scheduler.one_host:
             return limit
         wanted = math.ceil(train_time_s * 1.5 / 60) + 10
-        return min(wanted, self.scheduler.longest_job_min() or wanted)
+        return min(wanted, self.scheduler.longest_job_min(node_type) or wanted)
 
     def _watch_training(self, looks: list[Look]) -> None:
         progress = self.run.read_progress()

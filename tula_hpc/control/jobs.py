@@ -81,8 +81,8 @@ class Jobs:
         one_after_another: bool = False,
         memory_gib: float | None = None,
     ) -> JobRequest:
-        """The next submission for candidates of one node count, or of several that run one after another; nothing is
-        written or submitted.
+        """The next submission for candidates of one type and node count, or of several counts that run one after
+        another; nothing is written or submitted.
 
         Args:
             kind: `profile` or `train`; a training is submitted alone.
@@ -91,7 +91,8 @@ class Jobs:
             one_after_another: One job runs them all; otherwise each has its own.
             memory_gib: Host memory of each node where it is not `cluster.memory_gib`.
         """
-        cluster, state = self._settings.cluster, self._journal.state()
+        node_type, state = candidates[0].node_type, self._journal.state()
+        cluster = self._settings.of_type(node_type).cluster
         nodes, jobs = max(c.num_nodes for c in candidates), [_job(kind, c) for c in candidates]
         # random, because the scheduler remembers the jobs of a run folder that was deleted and made again
         token = uuid.uuid4().hex[:6]
@@ -106,6 +107,7 @@ class Jobs:
             memory_gib=memory_gib,
             excluded_hosts=state.broken_hosts,
             one_after_another=one_after_another,
+            node_type=node_type,
         )
 
     def why_rejected(self, kind: str, submission: Submission) -> str | None:
@@ -172,6 +174,7 @@ class Jobs:
                     candidate.num_nodes,
                     memory_gib=submission.memory_gib,
                     one_after_another=submission.one_after_another,
+                    node_type=candidate.node_type,
                 )
                 self._journal.intend(attempt)
                 attempts.append(attempt)
@@ -192,23 +195,22 @@ class Jobs:
     def more_memory_gib(self, attempt: Attempt) -> float | None:
         """Host memory for the next attempt after one that was killed for its lack: twice as much, as far as nodes and
         `cluster.max_memory_gib` go, or all where it had what the site gives by itself; None if there is no more."""
-        cluster = self._settings.cluster
+        cluster = self._settings.of_type(attempt.node_type).cluster
         had = attempt.memory_gib or cluster.memory_gib
-        limit = cluster.max_memory_gib or self._scheduler.memory_gib_per_node()
+        limit = cluster.max_memory_gib or self._scheduler.memory_gib_per_node(attempt.node_type)
         if had is None or limit is None:
             return limit
         return min(2 * had, limit) if limit > 1.05 * had else None
 
-    def allowed_gib(self, memory_gib: float | None) -> float | None:
-        """Host memory that was asked for before, within a limit that may have been set since."""
-        limit = self._settings.cluster.max_memory_gib
+    def allowed_gib(self, attempt: Attempt) -> float | None:
+        """Host memory that was asked for an attempt, within a limit that may have been set since."""
+        memory_gib, limit = attempt.memory_gib, self._settings.of_type(attempt.node_type).cluster.max_memory_gib
         return memory_gib if memory_gib is None or limit is None else min(memory_gib, limit)
 
-    @property
-    def too_large(self) -> frozenset[Verdict]:
-        """Ends that say that a batch is too large. A host that ran out of memory says so only of a batch that is
-        computed on it; the batch of a GPU is not to blame."""
-        on_gpu = self._settings.cluster.gpus_per_node > 0
+    def too_large(self, node_type: str) -> frozenset[Verdict]:
+        """Ends that say that a batch is too large for a type of node. A host that ran out of memory says so only of a
+        batch that is computed on it; the batch of a GPU is not to blame."""
+        on_gpu = self._settings.of_type(node_type).cluster.gpus_per_node > 0
         return frozenset({Verdict.cuda_oom} if on_gpu else {Verdict.cuda_oom, Verdict.host_oom})
 
     def _write_request(
@@ -218,10 +220,8 @@ class Jobs:
             folder.request,
             {
                 "kind": kind,
-                "settings": to_plain(self._settings),
-                "num_nodes": candidate.num_nodes,
-                "gpus_per_node": candidate.gpus_per_node,
-                "batch_per_rank": candidate.batch_per_rank,
+                "settings": to_plain(self._settings.of_type(candidate.node_type)),
+                **candidate.record(),
                 "time_limit_min": time_limit_min,
                 "ranks_on_host": candidate.world_size if self._scheduler.one_host else candidate.gpus_per_node,
                 "working_dir": os.getcwd(),
@@ -328,7 +328,7 @@ class Jobs:
             a.batch_per_rank
             for a in self._journal.state().attempts.values()
             if a.tag == attempt.tag and a.num_nodes == attempt.num_nodes and a.batch_per_rank < attempt.batch_per_rank
-            if a.one_after_another and a.verdict in self.too_large
+            if a.one_after_another and a.verdict in self.too_large(a.node_type)
         ]
         return (Verdict.skipped, f"batch {min(smaller)} a rank already ran out of memory") if smaller else None
 
@@ -375,7 +375,8 @@ class Jobs:
         return self._points[attempt.key]
 
     def candidate(self, attempt: Attempt) -> Candidate:
-        return Candidate(attempt.num_nodes, attempt.batch_per_rank, self._settings.cluster.ranks_per_node)
+        ranks = self._settings.of_type(attempt.node_type).cluster.ranks_per_node
+        return Candidate(attempt.num_nodes, attempt.batch_per_rank, ranks, attempt.node_type)
 
     def end(self, attempts: Collection[Attempt], verdict: Verdict, reason: str) -> None:
         """Have attempts ended; they get the verdict when they have left the queue, unless they were faster."""

@@ -22,7 +22,7 @@ from tula_hpc.runs import json_text, naming, read_json, sync_folder
 
 @dataclass(frozen=True)
 class Successor:
-    """What a training goes on with once the controller has had it save and end for that."""
+    """What a training goes on with, on nodes of the same type, once the controller has had it save and end for that."""
 
     num_nodes: int
     batch_per_rank: int
@@ -57,6 +57,8 @@ class Attempt:
     """How often a user had started the run's controller when the attempt was made; retries are counted from there."""
     successor: Successor | None = None
     """What comes after it, where the controller had it end for that."""
+    node_type: str = ""
+    """Of the nodes it runs on; empty in a run that has no types."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -175,6 +177,7 @@ class Journal:
                 event.get("memory_gib"),
                 event.get("one_after_another", False),
                 start=self._start,
+                node_type=event.get("node_type", ""),
             )
         elif event["event"] == "submitted":
             self._attempts[key] = replace(self._attempts[key], job_id=event["job_id"])
@@ -210,6 +213,7 @@ class Journal:
             tag=attempt.tag,
             batch_per_rank=attempt.batch_per_rank,
             num_nodes=attempt.num_nodes,
+            **({"node_type": attempt.node_type} if attempt.node_type else {}),
             **({} if attempt.memory_gib is None else {"memory_gib": attempt.memory_gib}),
             **({"one_after_another": True} if attempt.one_after_another else {}),
         )

@@ -61,7 +61,7 @@ class LocalScheduler:
     def expected_wait_s(self, request: JobRequest) -> float | None:
         return 0.0
 
-    def longest_job_min(self) -> int | None:
+    def longest_job_min(self, node_type: str) -> int | None:
         return None
 
     def max_attempts(self) -> int | None:
@@ -86,7 +86,7 @@ class LocalScheduler:
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         return []
 
-    def memory_gib_per_node(self) -> float | None:
+    def memory_gib_per_node(self, node_type: str) -> float | None:
         return None
 
     def cancel(self, job_ids: Collection[str]) -> None:

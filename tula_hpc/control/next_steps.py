@@ -11,7 +11,7 @@ from tula_hpc.control.jobs import TRAIN, Jobs, profile_job
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.packing import Submission
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import count
+from tula_hpc.display import count_nodes
 from tula_hpc.errors import TulaError
 
 # Ends that say nothing about the candidate, and how often a profiling job is run again after each; counted from the
@@ -58,7 +58,7 @@ class NextSteps:
                 again = again and (ended is not Verdict.host_oom or self.jobs.more_memory_gib(last) is not None)
             elif ended is Verdict.timeout and last.one_after_another:  # it may have begun late
                 again = again or Verdict.success in state.verdicts_of(last.tag)
-            if not again and ended not in self.jobs.too_large:
+            if not again and ended not in self.jobs.too_large(last.node_type):
                 found.add(candidate)
         return found
 
@@ -68,7 +68,7 @@ class NextSteps:
         wanted: dict[float | None, list[Candidate]] = {}
         for candidate in submission.candidates:
             last = self.journal.state().last(profile_job(candidate))
-            memory_gib = None if last is None else self.jobs.allowed_gib(last.memory_gib)
+            memory_gib = None if last is None else self.jobs.allowed_gib(last)
             if last is not None and last.verdict is Verdict.host_oom:
                 memory_gib = self.jobs.more_memory_gib(last)
             wanted.setdefault(memory_gib, []).append(candidate)
@@ -119,27 +119,28 @@ class NextSteps:
             if memory_gib is not None:
                 self.say(f"relaunching with {memory_gib:.1f} GiB of host memory on each node")
                 return candidate, memory_gib
-            if Verdict.host_oom not in self.jobs.too_large:
+            if Verdict.host_oom not in self.jobs.too_large(last.node_type):
                 raise TulaError(
                     f"the training was killed for lack of host memory ({last.reason}), and there is no more to ask "
                     "for; a smaller batch would not help its GPUs. Set cluster.memory_gib, raise "
                     "cluster.max_memory_gib, or lower data.loader_workers"
                 )
         if last.verdict is not None and last.verdict.out_of_memory:
-            return self._next_smaller(candidate, last.reason), self.jobs.allowed_gib(last.memory_gib)
-        return candidate, self.jobs.allowed_gib(last.memory_gib)
+            return self._next_smaller(candidate, last.reason), self.jobs.allowed_gib(last)
+        return candidate, self.jobs.allowed_gib(last)
 
     def _next_smaller(self, failed: Candidate, reason: str) -> Candidate:
-        """The next smaller batch of the same cluster; derived from the batch that failed, whatever came before."""
+        """The next smaller batch of the same nodes; derived from the batch that failed, whatever came before."""
         smaller = [
             c
             for c in self.settings.grid_candidates()
-            if c.num_nodes == failed.num_nodes and c.batch_per_rank < failed.batch_per_rank
+            if (c.node_type, c.num_nodes) == (failed.node_type, failed.num_nodes)
+            if c.batch_per_rank < failed.batch_per_rank
         ]
         if not smaller:
             raise TulaError(
                 f"the training ran out of memory with the smallest batch of the grid, {failed.batch_per_rank} a rank "
-                f"on {count(failed.num_nodes, 'node')} ({reason}); lower grid.min_batch_per_rank or "
+                f"on {count_nodes(failed)} ({reason}); lower grid.min_batch_per_rank or "
                 "grid.min_global_batch, or give the job more memory (cluster.memory_gib)"
             )
         self.say(f"relaunching with batch {smaller[-1].batch_per_rank} a rank instead of {failed.batch_per_rank}")

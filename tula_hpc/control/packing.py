@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tula_hpc.candidates import Candidate
@@ -10,7 +11,7 @@ from tula_hpc.config import ProfilingKind, Settings, expected_attempt_s
 
 
 class Submission(NamedTuple):
-    """Candidates that are submitted together."""
+    """Candidates of one type of node that are submitted together."""
 
     candidates: list[Candidate]
     time_limit_min: int | None
@@ -19,6 +20,10 @@ class Submission(NamedTuple):
     """In one job, instead of a job each."""
     memory_gib: float | None = None
     """Host memory of each node where it is not `cluster.memory_gib`."""
+
+    @property
+    def node_type(self) -> str:
+        return self.candidates[0].node_type
 
     @property
     def num_nodes(self) -> int:
@@ -39,16 +44,33 @@ class Submission(NamedTuple):
 
 
 def submissions(
-    settings: Settings, kind: ProfilingKind, candidates: list[Candidate], longest_job_min: int | None
+    settings: Settings,
+    kind: ProfilingKind,
+    candidates: list[Candidate],
+    longest_job_min: Callable[[str], int | None] = lambda node_type: None,
 ) -> list[Submission]:
-    """The submissions that measure the candidates, fewest nodes first; batches rise within each number of nodes.
+    """The submissions that measure the candidates, type by type and fewest nodes first; batches rise within each number
+    of nodes.
 
     Args:
         settings: Of the run.
         kind: How jobs are shared.
         candidates: What is to be measured, by nodes, then batch.
-        longest_job_min: The longest time limit a job may have; a job that would need more is split. None: any.
+        longest_job_min: Of a type of node, the longest time limit a job may have; a job that would need more is split.
+            None: any.
     """
+    types = dict.fromkeys(c.node_type for c in candidates)
+    by_type = {node_type: [c for c in candidates if c.node_type == node_type] for node_type in types}
+    return [
+        submission
+        for node_type, own in by_type.items()
+        for submission in _of_one_type(settings, kind, own, longest_job_min(node_type))
+    ]
+
+
+def _of_one_type(
+    settings: Settings, kind: ProfilingKind, candidates: list[Candidate], longest_job_min: int | None
+) -> list[Submission]:
     by_nodes = [[c for c in candidates if c.num_nodes == n] for n in sorted({c.num_nodes for c in candidates})]
     at_least_min = settings.cluster.profile_time_limit_min
     if kind is ProfilingKind.array:

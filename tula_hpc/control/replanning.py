@@ -1,8 +1,8 @@
 """During the training: are its steps as predicted, and if not for long, would it better go on elsewhere?
 
-Looks at what the training tells of itself anyway, at each look at its job. A drift is told once; what was seen, what
-the models say since, and what was offered is one event of the journal, so a controller that is started again neither
-repeats it nor forgets it.
+A training stays on its type of node: what its steps tell says nothing of another's. Looks at what the training tells of
+itself anyway, at each look at its job. A drift is told once; what was seen, what the models say since, and what was
+offered is one event of the journal, so a controller that is started again neither repeats it nor forgets it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import pandas as pd
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ControllerKind, ReplanKind, Settings
-from tula_hpc.control.choosing import chosen_fit, predicted
+from tula_hpc.control.choosing import chosen_fit, fit_of, predicted_on
 from tula_hpc.control.jobs import TRAIN, Jobs
 from tula_hpc.control.journal import Attempt, Journal, Successor
 from tula_hpc.display import duration, nodes_and_batch
@@ -57,7 +57,7 @@ class Replanning:
     jobs: Jobs
     say: Callable[[str], None]
     queue_waits: Callable[[pd.DataFrame], dict[int, Wait]]
-    """Number of nodes -> how long a new training would wait."""
+    """Of a table of one type of node: number of nodes -> how long a new training would wait."""
 
     def __post_init__(self) -> None:
         self._seen: Window | None = None
@@ -108,12 +108,12 @@ class Replanning:
         if told is not None:
             since = f"they took since {_clock(told['since'])}"
             return Expected.seen(told["step_time_s"], told["data_wait_s"], since)
-        return self._predicted(self._fit_before(attempt, read_json(self.run.fit)), attempt).settled(windows)
+        return self._predicted(self._fit_before(attempt, self._fit_record(attempt)), attempt).settled(windows)
 
     def _predicted(self, fit: StepTimeFit, attempt: Attempt) -> Expected:
-        row = pd.DataFrame([vars(self.jobs.candidate(attempt))])
+        row = pd.DataFrame([self.jobs.candidate(attempt).record()])
         corrected, ends = self._corrected(attempt), fit.interval(row)
-        points = read_json(self.run.fit)["points"]
+        points = self._fit_record(attempt)["points"]
         wait_per_sample_s = float(pd.Series([p["data_s"] / p["batch_per_rank"] for p in points]).median())
         wait_s = wait_per_sample_s * attempt.batch_per_rank
         expected_s, low_s, high_s = (corrected * float(seconds[0]) for seconds in (fit.predict(row), *ends))
@@ -121,14 +121,18 @@ class Replanning:
 
     def _corrected(self, attempt: Attempt) -> float:
         """What the profiled points correct the prediction of an attempt's configuration by, as a factor."""
-        record = read_json(self.run.fit)
-        row = pd.DataFrame([vars(self.jobs.candidate(attempt))])
+        record = self._fit_record(attempt)
+        row = pd.DataFrame([self.jobs.candidate(attempt).record()])
         return float(correction(chosen_fit(record), pd.DataFrame(record["points"]), row)[0])
+
+    def _fit_record(self, attempt: Attempt) -> Mapping[str, Any]:
+        """What fit.json holds of the nodes that the training runs on."""
+        return fit_of(read_json(self.run.fit), attempt.node_type)
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
     def _tell(self, attempt: Attempt, drift: Drift, progress: dict[str, Any]) -> None:
-        record = read_json(self.run.fit)
+        record = self._fit_record(attempt)
         offer, fit, found = None, self._fit_before(attempt, record), None
         told = self.journal.state().drift_of(attempt)
         again = told is not None and self._predicted(fit, attempt).holds(drift.step_time_s)
@@ -168,13 +172,13 @@ class Replanning:
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _fit_before(self, attempt: Attempt, record: dict[str, Any]) -> StepTimeFit:
+    def _fit_before(self, attempt: Attempt, record: Mapping[str, Any]) -> StepTimeFit:
         """The fit that the training came to its configuration with: what was told of that since takes its place."""
         here = attempt.num_nodes, attempt.batch_per_rank
         elsewhere = [d for d in self.journal.state().drifts if (d["num_nodes"], d["batch_per_rank"]) != here]
         return StepTimeFit.from_dict(elsewhere[-1]["step_time"]) if elsewhere else chosen_fit(record)
 
-    def _refit(self, attempt: Attempt, drift: Drift, record: dict[str, Any], fit: StepTimeFit) -> Refit:
+    def _refit(self, attempt: Attempt, drift: Drift, record: Mapping[str, Any], fit: StepTimeFit) -> Refit:
         """The models as they are with the recorded time."""
         running = self.jobs.candidate(attempt)
         profiled = (running.num_nodes, running.gpus_per_node, running.batch_per_rank) in fit.measured
@@ -193,15 +197,16 @@ class Replanning:
             return None, f"Whether another configuration would be better is not known: {error}"
 
     def _compared(self, attempt: Attempt, fit: StepTimeFit, progress: dict[str, Any]) -> tuple[Offer | None, str]:
-        settings, running, record = self.settings, self.jobs.candidate(attempt), read_json(self.run.fit)
-        price, objective = price_of(settings), settings.objective
+        settings, running, fits = self.settings, self.jobs.candidate(attempt), read_json(self.run.fit)
+        price, objective = price_of(settings.of_type(running.node_type)), settings.objective
         left = progress["of_samples"] - progress["samples"]
         ran_out = {
             self.jobs.candidate(a)
             for a in self.journal.state().of(TRAIN)
-            if a.verdict is not None and a.verdict in self.jobs.too_large
+            if a.verdict is not None and a.verdict in self.jobs.too_large(a.node_type)
         }
-        table = predicted(settings, record, price, drifted=fit, epochs=left / settings.train_samples, ran_out=ran_out)
+        epochs = left / settings.train_samples
+        table = predicted_on(settings, running.node_type, fits, price, drifted=fit, epochs=epochs, ran_out=ran_out)
         start_s, last_wait_s = self._last_start(attempt, progress)
         waits = self.queue_waits(table)
         wait_s = {

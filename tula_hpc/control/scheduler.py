@@ -30,6 +30,8 @@ class JobRequest:
     """Hosts that the job must not run on."""
     one_after_another: bool = False
     """The attempts share one job and one id; those of fewer nodes run on the first of them."""
+    node_type: str = ""
+    """Of all its nodes; empty in a run that has no types."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Scheduler(Protocol):
         """Seconds that the request would wait for its start, by the scheduler's estimate; None: nobody knows."""
         ...
 
-    def longest_job_min(self) -> int | None:
-        """The longest time limit a job may ask for, minutes; None if there is none or nobody knows."""
+    def longest_job_min(self, node_type: str) -> int | None:
+        """The longest time limit a job on these nodes may ask for, minutes; None if there is none or nobody knows."""
         ...
 
     def max_attempts(self) -> int | None:
@@ -112,8 +114,8 @@ class Scheduler(Protocol):
         """Those of the hosts that are down, drained, or do not answer."""
         ...
 
-    def memory_gib_per_node(self) -> float | None:
-        """Host memory of the smallest node a job may get, GiB; None if nobody knows."""
+    def memory_gib_per_node(self, node_type: str) -> float | None:
+        """Host memory of the smallest node of a type that a job may get, GiB; None if nobody knows."""
         ...
 
     def cancel(self, job_ids: Collection[str]) -> None: ...

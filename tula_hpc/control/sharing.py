@@ -1,9 +1,10 @@
 """Runs below one root that measure the same steps measure each point once.
 
-Who measures a point says so first, by a claim below `<run_root>/.points/<measurement signature>/<candidate>/`. Claims
-are numbered and the newest one counts: it holds while the run it names is being worked on, or its controller job waits
-to go on with the point, and has not failed at it. One that holds no longer is followed by the next number, which only
-one of several runs can make; nothing is removed.
+Who measures a point says so first, by a claim below `<run_root>/.points/<measurement signature>/<candidate>/`. Each
+type of node has the signature of a run that has only this type, and the candidate is named as in such a run: runs share
+points whatever they call the type. Claims are numbered and the newest one counts: it holds while the run it names is
+being worked on, or its controller job waits to go on with the point, and has not failed at it. One that holds no longer
+is followed by the next number, which only one of several runs can make; nothing is removed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ClusterKind, Settings, measurement_signature
@@ -45,14 +48,15 @@ class SharedPoints:
         self._journal = journal
         self._display = display
         self._heartbeat = heartbeat
-        self._signature = measurement_signature(settings)
+        self._signatures = _signatures(settings)
         self._grid = {profile_job(c): c for c in settings.grid_candidates()}
         self._look_every_s = LOOK_EVERY_ON_SLURM_S if settings.cluster.kind is ClusterKind.slurm else LOOK_EVERY_S
         self._unusable: set[tuple[RunFolder, str, int]] = set()
         """Attempts of others whose record could not be copied, or was not whole."""
         self._states: dict[RunFolder, tuple[int, State]] = {}
         """What the journals of others said last, and with how many events."""
-        self._claims = run.path.parent / ".points" / self._signature
+        self._plans: dict[RunFolder, dict[str, str]] = {}
+        self._points = run.path.parent / ".points"
 
     def take_over_all(self) -> None:
         """Copy what any run under the same root has measured of the same steps."""
@@ -82,9 +86,13 @@ class SharedPoints:
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
+    def _claims(self, candidate: Candidate) -> Path:
+        """The folder of the claims to a point."""
+        return self._points / self._signatures[candidate.node_type] / replace(candidate, node_type="").name
+
     def _newest(self, candidate: Candidate) -> tuple[int, RunFolder | None]:
         """Number and run of the claim that counts; (0, None) if there is none."""
-        folder = self._claims / candidate.name
+        folder = self._claims(candidate)
         number = max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
         try:
             return number, RunFolder(self._run.path.parent / read_json(folder / f"{number}.json")["run"])
@@ -99,7 +107,7 @@ class SharedPoints:
 
     def _claim(self, candidate: Candidate) -> bool:
         """Whether this run may measure the candidate: its claim counts, or could be made."""
-        folder = self._claims / candidate.name
+        folder = self._claims(candidate)
         while True:
             number, claimant = self._newest(candidate)
             if claimant is not None and claimant.path == self._run.path:
@@ -128,7 +136,7 @@ class SharedPoints:
     def _is_measuring(self, claimant: RunFolder, candidates: list[Candidate]) -> bool:
         """Whether a run that has claimed the candidates is, or will be, at work on all of them."""
         state = self._state_of(claimant)
-        last = [state.last(profile_job(c)) for c in candidates]
+        last = [state.last(self._job_there(claimant, candidate)) for candidate in candidates]
         if any(attempt is not None and attempt.verdict is not None for attempt in last):
             return False
         if holder_of(claimant) is not None:
@@ -150,8 +158,23 @@ class SharedPoints:
         """Whether there is a result to take over, by the next round."""
         if self._has(profile_job(candidate)):  # had it, and this run wants to try again
             return False
-        last = self._state_of(claimant).last(profile_job(candidate))
+        last = self._state_of(claimant).last(self._job_there(claimant, candidate))
         return last is not None and last.verdict in _TELLING and (claimant, *last.key) not in self._unusable
+
+    def _job_there(self, other: RunFolder, candidate: Candidate) -> str:
+        """What another run calls the job that measures a point."""
+        signature = self._signatures[candidate.node_type]
+        same = [node_type for node_type, theirs in self._signatures_of(other).items() if theirs == signature]
+        return profile_job(replace(candidate, node_type=same[0] if same else ""))
+
+    def _signatures_of(self, other: RunFolder) -> dict[str, str]:
+        """Type of node -> measurement signature of another run, whose plan stays; empty if it cannot be read."""
+        if other not in self._plans:
+            try:
+                self._plans[other] = _signatures_in(read_json(other.plan))
+            except (RecordError, KeyError, OSError):
+                return {}
+        return self._plans[other]
 
     def _has(self, job: str) -> bool:
         return any(attempt.verdict in _TELLING for attempt in self._journal.state().of(job))
@@ -160,33 +183,38 @@ class SharedPoints:
 
     def _take_over(self, other: RunFolder) -> int:
         """Copy what another run has measured of this one's grid, and return how much that was."""
+        theirs = set(self._signatures_of(other).values())
         try:
-            if (
-                other.path == self._run.path
-                or read_json(other.plan)["measurement_signature"] != self._signature
-                or not other.journal.exists()
-            ):
+            if other.path == self._run.path or not theirs or not other.journal.exists():
                 return 0
-        except (RecordError, KeyError, OSError):
+        except OSError:
             return 0
         running, taken = {a.job for a in self._journal.state().open}, 0
+        wanted = {
+            job: self._job_there(other, candidate)
+            for job, candidate in self._grid.items()
+            if self._signatures[candidate.node_type] in theirs and job not in running and not self._has(job)
+        }
         found = [
-            a
-            for a in self._state_of(other).attempts.values()
-            if a.job in self._grid.keys() - running and a.verdict in _TELLING and not self._has(a.job)
-            if (other, *a.key) not in self._unusable
+            (job, attempt)
+            for job, there in wanted.items()
+            for attempt in self._state_of(other).of(there)
+            if attempt.verdict in _TELLING and (other, *attempt.key) not in self._unusable
         ]
-        for attempt in found:
-            number = len(self._journal.state().of(attempt.job)) + 1
+        for job, attempt in found:
+            candidate, number = self._grid[job], len(self._journal.state().of(job)) + 1
             try:
-                self._copy(other.attempt(attempt.job, attempt.number), self._run.attempt(attempt.job, number), attempt)
+                self._copy(
+                    other.attempt(attempt.job, attempt.number), self._run.attempt(job, number), attempt, candidate
+                )
             except (OSError, RecordError) as error:  # torn, or somebody is clearing that folder away
                 self._display.say(f"{attempt.job} is not taken over from {other.path}: {error}")
                 self._unusable.add((other, *attempt.key))
                 continue
             # a tag of its own: by the other's this run would find, and might cancel, the other's job
             tag = f"taken-{uuid.uuid4().hex[:6]}"
-            mine = Attempt(attempt.job, number, tag, attempt.batch_per_rank, attempt.num_nodes)
+            sizes = candidate.batch_per_rank, candidate.num_nodes
+            mine = Attempt(job, number, tag, *sizes, node_type=candidate.node_type)
             with self._journal.together():
                 self._journal.intend(mine)
                 self._journal.concluded(mine, attempt.verdict or Verdict.success, f"measured in {other.path.name}")
@@ -195,7 +223,7 @@ class SharedPoints:
             self._display.say(f"{count(taken, 'measurement')} taken over from {other.path}")
         return taken
 
-    def _copy(self, source: AttemptFolder, target: AttemptFolder, attempt: Attempt) -> None:
+    def _copy(self, source: AttemptFolder, target: AttemptFolder, attempt: Attempt, candidate: Candidate) -> None:
         """Put another run's record in its place among this one's, when it is there as a whole.
 
         Raises:
@@ -209,7 +237,7 @@ class SharedPoints:
                 for path in copy.path.glob("rank-*.json"):
                     write_json(path, {**read_json(path), "attempt": target.number})
             if attempt.verdict is Verdict.success:
-                read_point(copy, self._grid[attempt.job])
+                read_point(copy, candidate)
             if target.path.exists():  # not in the journal, so left by a crash
                 shutil.rmtree(target.path)
             copy.path.rename(target.path)
@@ -219,3 +247,19 @@ def _controller_waits(run: RunFolder) -> bool:
     """Whether a controller job is there for a run that nobody works on at this moment."""
     job_id = away.submitted_controller(run)
     return job_id is not None and not run.cancelled.exists() and not away.has_ended(job_id)
+
+
+def _signatures(settings: Settings) -> dict[str, str]:
+    """Type of node -> measurement signature; the name is empty where the run has no types."""
+    return {node_type: measurement_signature(settings.of_type(node_type)) for node_type in settings.node_types}
+
+
+def signatures_record(settings: Settings) -> dict[str, Any]:
+    """What plan.json says of them."""
+    found = _signatures(settings)
+    return {"measurement_signatures": found} if settings.cluster.node_types else {"measurement_signature": found[""]}
+
+
+def _signatures_in(plan: dict[str, Any]) -> dict[str, str]:
+    """What another run's plan.json says of them."""
+    return plan["measurement_signatures"] if "measurement_signatures" in plan else {"": plan["measurement_signature"]}

@@ -138,9 +138,9 @@ class SlurmScheduler:
     def expected_wait_s(self, request: JobRequest) -> float | None:
         return self.try_out(request).wait_s
 
-    def longest_job_min(self) -> int | None:
+    def longest_job_min(self, node_type: str) -> int | None:
         partitions = slurm_commands.partitions()
-        name = slurm_commands.partition_used(self._settings.cluster, partitions)
+        name = slurm_commands.partition_used(self._settings.of_type(node_type).cluster, partitions)
         return None if name not in partitions else slurm_commands.minutes(partitions[name].time_limit)
 
     def max_attempts(self) -> int | None:
@@ -152,8 +152,9 @@ class SlurmScheduler:
     def _executor(self, request: JobRequest) -> Any:
         import submitit
 
-        executor = submitit.SlurmExecutor(self._run.scheduler, python=self._settings.cluster.python)
-        executor.update_parameters(**batch_parameters(self._settings.cluster, request))
+        cluster = self._settings.of_type(request.node_type).cluster
+        executor = submitit.SlurmExecutor(self._run.scheduler, python=cluster.python)
+        executor.update_parameters(**batch_parameters(cluster, request))
         return executor
 
     def find(self, tag: str, index: int, attempts: Sequence[AttemptFolder], one_after_another: bool) -> str | None:
@@ -190,8 +191,8 @@ class SlurmScheduler:
     def broken_hosts(self, hosts: Collection[str]) -> list[str]:
         return slurm_commands.broken_hosts(hosts)
 
-    def memory_gib_per_node(self) -> float | None:
-        return slurm_commands.memory_gib_per_node(self._settings.cluster)
+    def memory_gib_per_node(self, node_type: str) -> float | None:
+        return slurm_commands.memory_gib_per_node(self._settings.of_type(node_type).cluster)
 
     def cancel(self, job_ids: Collection[str]) -> None:
         if job_ids:

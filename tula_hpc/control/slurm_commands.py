@@ -198,11 +198,19 @@ def minutes(limit: str) -> int | None:
 
 def check_site(settings: Settings) -> list[str]:
     """What Slurm would not accept of partition, account, qos and node count, with what there is instead."""
-    cluster = settings.cluster
     there = partitions()
-    problems = []
     if not there:
         return ["cluster.kind is slurm and sinfo gives no partition; is Slurm's controller up? (`scontrol ping`)"]
+    found = []
+    for node_type in settings.node_types:
+        about = f"node type {node_type}: " if node_type else ""
+        found += [about + problem for problem in _check_nodes(settings.of_type(node_type), there)]
+    return found
+
+
+def _check_nodes(settings: Settings, there: Mapping[str, Partition]) -> list[str]:
+    """The same for one type of node."""
+    cluster, problems = settings.cluster, []
     offered = "; ".join(f"{name}: {p.num_nodes} nodes, time limit {p.time_limit}" for name, p in there.items())
     if cluster.partition is not None and cluster.partition not in there:
         problems.append(

@@ -60,7 +60,7 @@ def next_points(
     if objective is not Objective.KNEE:
         feasible = feasible & np.isfinite(table[METRICS[objective][0]].to_numpy(dtype=float))
     rows = table.loc[feasible].reset_index(drop=True)
-    candidates = [Candidate(int(r.num_nodes), int(r.batch_per_rank), int(r.gpus_per_node)) for r in rows.itertuples()]
+    candidates = [Candidate.from_record(row) for row in rows.to_dict("records")]
     is_open = np.array([candidate in open_candidates for candidate in candidates])
     if not is_open.any():
         return Round(
@@ -79,7 +79,7 @@ def next_points(
             f"{tolerance:.1%} in {_quantity(objective)}",
         )
     if unsure:
-        wanted = _most_informative(logs, losses, is_open, rows["num_nodes"].to_numpy(), wanted)
+        wanted = _most_informative(logs, losses, is_open, [(c.node_type, c.num_nodes) for c in candidates], wanted)
     if not wanted:
         return Round(ended_by="exhausted", why="measuring more would not tell the best candidates apart")
     why = f"in {share:.0%} of what the times may be, another choice is better by more than {tolerance:.1%}"
@@ -113,11 +113,14 @@ def _losses(rows: pd.DataFrame, logs: Array, objective: Objective) -> Array:
     return np.asarray(metric / metric.min(axis=1, keepdims=True) - 1)
 
 
-def _most_informative(logs: Array, losses: Array, is_open: Array, nodes: Array, wanted: list[int]) -> list[int]:
-    """`wanted`, filled up with open candidates of other numbers of nodes in the order of the value of knowing them."""
+def _most_informative(
+    logs: Array, losses: Array, is_open: Array, clusters: list[tuple[str, int]], wanted: list[int]
+) -> list[int]:
+    """`wanted`, filled up with open candidates of other types or numbers of nodes in the order of the value of knowing
+    them."""
     order = np.argsort(logs, axis=0)
     now = losses.mean(axis=0).min()
-    value = np.full(len(nodes), -np.inf)
+    value = np.full(len(clusters), -np.inf)
     for i in np.flatnonzero(is_open):
         parts = np.array_split(order[:, i], QUANTILES)
         value[i] = now - sum(len(part) / DRAWS * losses[part].mean(axis=0).min() for part in parts)
@@ -125,6 +128,6 @@ def _most_informative(logs: Array, losses: Array, is_open: Array, nodes: Array, 
     for i in np.argsort(-value, kind="stable"):
         if len(found) == POINTS_A_ROUND or not is_open[i] or (found and value[i] < WORTH_A_PLACE * value.max()):
             break
-        if nodes[i] not in {nodes[j] for j in found}:
+        if clusters[i] not in {clusters[j] for j in found}:
             found.append(int(i))
     return found

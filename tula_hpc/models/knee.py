@@ -11,6 +11,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.interpolate import PchipInterpolator
 
+from tula_hpc.candidates import keys_of
+
 Array = NDArray[Any]
 
 KNEE_GAIN = 0.10
@@ -23,7 +25,6 @@ POINTS_PER_DOUBLING = 16
 """Density of the curve handed to Kneedle."""
 
 _AXES = {"log2_axis": "logarithmic", "linear_axis": "linear"}
-_CONFIGURATION = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 
 
 def find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
@@ -39,6 +40,9 @@ def find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
     on T = p/B + q, with r = B_max / B_min, its knee is at B_min ln(r) on log2 B and at B_min sqrt(r) on B whatever p
     and q are. On wide ranges that is long before larger batches stop to pay. So Kneedle decides where it agrees with
     the gain, on either axis: a candidate within `KNEE_AGREEMENT` of its time. The two rules then cannot differ by more.
+
+    Nodes of another type are other clusters under the same envelope. By gain that is the best of the types' own knees,
+    since the least of T B^e over all rows is the least of the least of each type. Prices play no part in it.
     """
     curve = envelope(rows)
     batches = np.unique(rows["global_batch"].to_numpy(dtype=float))
@@ -70,7 +74,7 @@ def find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
 
 def envelope(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows that are faster than every row of the same or a smaller global batch, by rising global batch."""
-    best = rows.sort_values(["global_batch", "train_time_s", *_CONFIGURATION]).drop_duplicates("global_batch")
+    best = rows.sort_values(["global_batch", "train_time_s", *keys_of(rows.columns)]).drop_duplicates("global_batch")
     times = best["train_time_s"]
     return best.loc[times < times.cummin().shift(fill_value=math.inf)]
 

@@ -8,6 +8,9 @@ from enum import Enum
 
 from tula_hpc.candidates import Candidate
 
+Cluster = tuple[int, int, str]
+"""Nodes, ranks on each, and their type."""
+
 POINTS_A_ROUND = 3
 """Most points that adaptive search asks for at once, each of another number of nodes where several resolve as much.
 In replays of public traces three needed fewer rounds than two (3.7 instead of 4.6 for the knee) and no more points;
@@ -59,6 +62,9 @@ def next_round(
     When a corner is infeasible, the next smaller batch of the same cluster takes its place until one fits, and when no
     batch of a cluster is feasible, the next cluster does. The first points of `adaptive` also move on when one is lost.
 
+    Corners and first points are those of each type of node, since its models are its own; what `decide` names may be of
+    any.
+
     Args:
         mode: `full`, `partial` or `adaptive`.
         grid: All candidates of the run.
@@ -74,7 +80,7 @@ def next_round(
     mode = SearchMode(mode)
     open_grid = set(grid) - close_infeasible(grid, infeasible)
     if mode is not SearchMode.adaptive:
-        wanted = open_grid if mode is SearchMode.full else _corners(open_grid)
+        wanted = open_grid if mode is SearchMode.full else _of_each_type(open_grid, _corners)
         return Round(sorted(wanted - set(measured) - set(lost) - set(running)))
     if running:
         return Round(why="waiting for the points that are being measured")
@@ -89,7 +95,18 @@ def next_round(
 
 
 def first_points(grid: Collection[Candidate]) -> set[Candidate]:
-    """Where adaptive search begins: at most three points that tell intercept, slope and synchronisation apart."""
+    """Where adaptive search begins: at most three points of each type of node, that tell intercept, slope and
+    synchronisation apart."""
+    return _of_each_type(grid, _first_three)
+
+
+def _of_each_type(grid: Collection[Candidate], choose: Callable[[set[Candidate]], set[Candidate]]) -> set[Candidate]:
+    """What is chosen of the candidates of each type of node."""
+    types = {c.node_type for c in grid}
+    return {c for node_type in types for c in choose({c for c in grid if c.node_type == node_type})}
+
+
+def _first_three(grid: set[Candidate]) -> set[Candidate]:
     clusters = sorted({_cluster(candidate) for candidate in grid})
     if not clusters:
         return set()
@@ -103,7 +120,7 @@ def first_points(grid: Collection[Candidate]) -> set[Candidate]:
 
 def close_infeasible(grid: Collection[Candidate], infeasible: Collection[Candidate]) -> set[Candidate]:
     """The infeasible candidates and all of `grid` with at least their batch per rank on the same cluster."""
-    smallest: dict[tuple[int, int], int] = {}
+    smallest: dict[Cluster, int] = {}
     for candidate in infeasible:
         cluster = _cluster(candidate)
         smallest[cluster] = min(candidate.batch_per_rank, smallest.get(cluster, candidate.batch_per_rank))
@@ -111,11 +128,11 @@ def close_infeasible(grid: Collection[Candidate], infeasible: Collection[Candida
     return set(infeasible) | follows
 
 
-def _cluster(candidate: Candidate) -> tuple[int, int]:
-    return candidate.num_nodes, candidate.gpus_per_node
+def _cluster(candidate: Candidate) -> Cluster:
+    return candidate.num_nodes, candidate.gpus_per_node, candidate.node_type
 
 
-def _batches(grid: Collection[Candidate], cluster: tuple[int, int]) -> list[Candidate]:
+def _batches(grid: Collection[Candidate], cluster: Cluster) -> list[Candidate]:
     return sorted(candidate for candidate in grid if _cluster(candidate) == cluster)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from tula_hpc.candidates import Candidate
+from tula_hpc.candidates import Candidate, keys_of, nodes_of
 from tula_hpc.errors import TulaError
 from tula_hpc.models.knee import envelope, find_knee
 from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
@@ -35,7 +35,7 @@ MAX_TIE = 2.0
 """Intervals make a tie up to this multiple of the tolerance: that of an extrapolation would reach any candidate, and
 the choice should not lose more than a few percent to a smaller batch."""
 
-_KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+_SIZES = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 _PREDICTED = ["step_time_s", "epoch_time_s", "train_time_s", "cost", "memory_gib"]
 
 
@@ -95,20 +95,23 @@ class Selection:
     """The choice in plain words with numbers."""
     knee: dict[str, Any]
     """How the knee was found, whatever the objective: knees on both axes, range of the curve, rule."""
+    node_type: str = ""
+    """Type of the hosts; empty where there are no types."""
 
     @property
     def candidate(self) -> Candidate:
         """The choice as a candidate."""
-        return Candidate(self.num_nodes, self.batch_per_rank, self.gpus_per_node)
+        return Candidate(self.num_nodes, self.batch_per_rank, self.gpus_per_node, self.node_type)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "objective": self.objective.value, "rule": self.rule.value}
+        """Plain JSON values; a type stands among them only where there is one."""
+        values = {**asdict(self), "objective": self.objective.value, "rule": self.rule.value}
+        return {name: value for name, value in values.items() if name != "node_type" or value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Selection:
         """The selection that `to_dict` described; other keys, such as a version, are ignored."""
-        known = {field.name: values[field.name] for field in fields(cls)}
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**{**known, "objective": Objective(values["objective"]), "rule": Rule(values["rule"])})
 
 
@@ -132,7 +135,7 @@ def candidate_table(
     """One row per candidate with all that is predicted and measured about it, sorted by nodes, then batch.
 
     Args:
-        grid: All candidates of the run.
+        grid: All candidates of the run; where there are types of node, those of one.
         step_time_fit: Predicts seconds per step.
         memory_fit: Predicts GiB per rank; None where memory was not measured, and then it bounds nothing.
         price: Turns time, nodes and memory into cost.
@@ -148,7 +151,8 @@ def candidate_table(
         profiled_fit: The fit that `measured` corrects, if `step_time_fit` stands for what has changed since.
 
     Returns:
-        Columns num_nodes, gpus_per_node, batch_per_rank, global_batch, step_time_s, step_time_low_s, step_time_high_s,
+        Columns num_nodes, gpus_per_node, batch_per_rank (after node_type, where the candidates have one), global_batch,
+        step_time_s, step_time_low_s, step_time_high_s,
         epoch_time_s, train_time_s, train_time_low_s, train_time_high_s, interruptions_s, cost, memory_gib, feasible,
         why_infeasible, measured_step_time_s, measured_memory_gib, extrapolated, queue_wait_s, queue_wait_source,
         time_to_result_s. Training times hold what the price's interruptions are expected to take, interruptions_s.
@@ -160,7 +164,8 @@ def candidate_table(
     if not step_time_fit.outcome.usable:
         raise UnusableFit(f"the step-time fit is {step_time_fit.outcome.name}: {step_time_fit.outcome.advice}")
     candidates = sorted(set(grid))
-    table = pd.DataFrame([(c.num_nodes, c.gpus_per_node, c.batch_per_rank) for c in candidates], columns=_KEYS)
+    columns = list(candidates[0].record()) if candidates else _SIZES
+    table = pd.DataFrame([c.record() for c in candidates], columns=columns)
     table["global_batch"] = [c.global_batch for c in candidates]
     low_s, high_s = step_time_fit.interval(table)
     corrected = correction(profiled_fit or step_time_fit, measured, table)
@@ -178,8 +183,8 @@ def candidate_table(
     if memory_fit is not None:
         alone = [c.world_size == 1 for c in candidates]
         table["memory_gib"] = memory_fit.predict(table["batch_per_rank"].to_numpy(), alone)
-    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_KEYS[:2], "memory_gib")))
-    table = table.join(_measurements(measured), on=_KEYS)
+    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_SIZES[:2], "memory_gib")))
+    table = table.join(_measurements(measured), on=_SIZES)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
@@ -198,10 +203,10 @@ def candidate_table(
 def _measurements(measured: pd.DataFrame) -> pd.DataFrame:
     """measured_step_time_s and measured_memory_gib, indexed by configuration."""
     if measured.empty:
-        measured = pd.DataFrame(columns=[*_KEYS, "step_time_s"], dtype=float)
+        measured = pd.DataFrame(columns=[*_SIZES, "step_time_s"], dtype=float)
     # Records from JSON hold None for unknown numbers, which leaves a column of objects.
     numbers = {name: measured.get(name, np.nan) for name in ("step_time_s", "memory_gib")}
-    groups = measured.assign(**numbers).astype(dict.fromkeys(numbers, float)).groupby(_KEYS)
+    groups = measured.assign(**numbers).astype(dict.fromkeys(numbers, float)).groupby(_SIZES)
     return pd.DataFrame(
         {"measured_step_time_s": groups["step_time_s"].median(), "measured_memory_gib": groups["memory_gib"].max()}
     )
@@ -252,7 +257,7 @@ def select(
     tie_tolerance: float = 0.02,
     currency: str = "",
 ) -> Selection:
-    """Chooses a row of a candidate table.
+    """Chooses a row of a candidate table, or of those of several types of node below each other.
 
     time: the least train_time_s. cost: the least cost. Candidates within the tolerance of the least count as tied, and
     so do those whose interval reaches down to the least, up to `MAX_TIE` times the tolerance. The smallest global batch
@@ -270,7 +275,7 @@ def select(
         NoFeasibleConfiguration: No row is feasible, or the cost of none is known.
     """
     objective = Objective(objective)
-    rows = table.sort_values(_KEYS, ignore_index=True)
+    rows = table.sort_values(keys_of(table.columns), ignore_index=True)
     feasible = rows.loc[rows["feasible"].astype(bool)].reset_index(drop=True)
     if feasible.empty:
         raise NoFeasibleConfiguration(_nothing_feasible(rows))
@@ -293,7 +298,7 @@ def select(
     others = [(f"objective {each.value}", found[0]) for each, found in choices.items() if found and each != objective]
     following = _next_best(feasible, objective, index)
     return Selection(
-        **{name: int(row[name]) for name in (*_KEYS, "global_batch")},
+        **_configuration_of(row),
         objective=objective,
         rule=rule,
         predicted=_numbers(row),
@@ -309,7 +314,7 @@ def select(
 def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tuple[int, Rule, str] | None:
     """Index of the row with the least time or cost after ties, the rule, and the rule in words; None if unknown."""
     metric, name = METRICS[objective]
-    ordered = rows.loc[np.isfinite(rows[metric])].sort_values([metric, *_KEYS])
+    ordered = rows.loc[np.isfinite(rows[metric])].sort_values([metric, *keys_of(rows.columns)])
     if ordered.empty:
         return None
     least = ordered.iloc[0]
@@ -317,7 +322,7 @@ def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tu
     near = ordered[metric] <= least[metric] * (1 + tie_tolerance)
     reaches_least = interval_end(ordered, metric, "low") <= least[metric]
     tied = ordered.loc[near | (reaches_least & (ordered[metric] <= least[metric] * (1 + bound)))]
-    chosen = tied.sort_values(["global_batch", metric, *_KEYS]).iloc[0]
+    chosen = tied.sort_values(["global_batch", metric, *keys_of(rows.columns)]).iloc[0]
     index = int(chosen.name)
     if index == least.name:
         return index, Rule.MINIMUM, f"It has the least predicted {name}."
@@ -365,12 +370,13 @@ def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) ->
 
 def _smallest_cluster(rows: pd.DataFrame, chosen: int, tie_tolerance: float, currency: str) -> str:
     """That the least cost is the smallest cluster's, as in most cases, and the deadline that would change that."""
-    num_nodes = rows["num_nodes"][chosen]
+    cluster = [name for name in ("node_type", "num_nodes") if name in rows]
+    here, num_nodes = list(rows.loc[chosen, cluster]), rows["num_nodes"][chosen]
     if num_nodes > rows["num_nodes"].min() or rows["num_nodes"].nunique() == 1:
         return ""
     words = " As mostly under a fixed price, the smallest cluster is the cheapest: more nodes cost more than they save."
     hours, left, index = promised_hours(rows), rows, chosen
-    while rows["num_nodes"][index] == num_nodes:  # a larger batch of the same cluster may be faster, and tied in cost
+    while list(rows.loc[index, cluster]) == here:  # a larger batch of the same cluster may be faster, and tied in cost
         deadline_h = hours[index]
         left = left.loc[hours[left.index] < deadline_h]
         found = _least(left, Objective.COST, tie_tolerance)
@@ -395,11 +401,17 @@ def _waiting(rows: pd.DataFrame, row: pd.Series, objective: Objective) -> str:
         words = (
             f" Its time to the result of {total} has {wait} of waiting in the queue in it ({row['queue_wait_source']})."
         )
-    unknown = sorted(set(rows.loc[rows["queue_wait_s"].isna(), "num_nodes"]))
-    if unknown:
-        nodes = ", ".join(map(str, unknown)) + (" node" if unknown == [1] else " nodes")
+    without = rows.loc[rows["queue_wait_s"].isna()]
+    for node_type, of_type in without.groupby(without.get("node_type", pd.Series("", index=without.index))):
+        unknown = sorted(set(of_type["num_nodes"]))
+        nodes = f"{', '.join(map(str, unknown[:-1]))}, " if len(unknown) > 1 else ""
+        nodes += nodes_of(unknown[-1], str(node_type))
         words += f" How long a job of {nodes} would wait is not known and counts as 0."
     return words
+
+
+def _configuration_of(row: pd.Series) -> dict[str, Any]:
+    return {**Candidate.from_record(row.to_dict()).record(), "global_batch": int(row["global_batch"])}
 
 
 def _numbers(row: pd.Series) -> dict[str, float | None]:
@@ -408,7 +420,7 @@ def _numbers(row: pd.Series) -> dict[str, float | None]:
 
 def _alternative(rows: pd.DataFrame, why: str, index: int) -> dict[str, Any]:
     row = rows.iloc[index]
-    return {"why": why, **{name: int(row[name]) for name in (*_KEYS, "global_batch")}, **_numbers(row)}
+    return {"why": why, **_configuration_of(row), **_numbers(row)}
 
 
 def _nothing_feasible(rows: pd.DataFrame) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
+from tula_hpc.candidates import nodes_of
+
 
 def configuration(row: pd.Series) -> str:
-    """`4 nodes x 1 rank with 64 samples each`."""
-    nodes = "1 node" if row["num_nodes"] == 1 else f"{row['num_nodes']} nodes"
+    """`4 nodes x 1 rank with 64 samples each`; `4 h100 nodes ...` where there are types of node."""
+    nodes = nodes_of(row["num_nodes"], row.get("node_type", ""))
     ranks = "1 rank" if row["gpus_per_node"] == 1 else f"{row['gpus_per_node']} ranks"
     return f"{nodes} x {ranks} with {row['batch_per_rank']} samples each"
 

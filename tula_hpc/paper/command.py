@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from tula_hpc.composition import compose
 from tula_hpc.display import Display, count
 from tula_hpc.errors import ConfigError, TulaError
 from tula_hpc.paper import accuracy, timing
@@ -45,6 +46,11 @@ def paper(arguments: list[str], display: Display) -> None:
             display.say(f"  {shown(*run, *more)}")
         display.say(f"{count(len(runs), 'command')}; nothing was submitted")
         return
+    for run in runs:  # a mistake is told before anything is submitted
+        if compose([*run, *more]).cluster.node_types:
+            raise ConfigError(
+                ["cluster.node_types is set, but the paper's results are of one type of node; leave it out"]
+            )
     folder = _folder(scale, more)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     working = Runs(folder / "logs", int(at_once), display.say)

@@ -18,7 +18,7 @@ from tula_hpc.paper import published
 from tula_hpc.paper.drawing import Panel, Series
 from tula_hpc.paper.findings import Findings, Result, candidates, largest_clusters, models, points
 from tula_hpc.paper.scales import Run, Scale
-from tula_hpc.prices import price_of
+from tula_hpc.prices import prices_of
 from tula_hpc.runs import RunFolder, read_json
 
 Folders = Mapping[Run, RunFolder]
@@ -185,7 +185,7 @@ def partial_fit(run: RunFolder) -> dict[str, Any]:
     )
     corners = next_round(SearchMode.partial, settings.grid_candidates(), (), infeasible, failed).candidates
     wanted = [point for point in fit["points"] if Candidate.from_record(point) in corners]
-    return {**fit, "points": wanted, **fitted(settings, wanted, [c.batch_per_rank for c in infeasible])}
+    return {**fit, "points": wanted, **fitted(settings, wanted, infeasible)}
 
 
 # --- Fig. 10 ----------------------------------------------------------------------------------------------------------
@@ -232,7 +232,9 @@ def _errors(scale: Scale, folders: Folders) -> Findings:
                 step_s = StepTimeFit.from_dict(fit["step_time"][form]).predict(judged)
                 rows.append(_row(name, f"time, {search} search{words}", step_s, judged["measured_step_time_s"]))
         settings = read_settings(folder)
-        memory = predicted(settings, partial, price_of(settings)).merge(points(folder), on=keys, suffixes=("", "_seen"))
+        memory = predicted(settings, partial, prices_of(settings)).merge(
+            points(folder), on=keys, suffixes=("", "_seen")
+        )
         rows.append(_row(name, "memory, partial search", memory["memory_gib"], memory["memory_gib_seen"]))
     table = pd.DataFrame(rows, columns=["model", "what", "points", "median_percent", "p90_percent", "largest_percent"])
     named = {

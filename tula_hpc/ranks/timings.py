@@ -113,9 +113,7 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
         return statistics.median(over_ranks(rows[i][column] for rows, _ in ranks) for i in steps)
 
     return {
-        "num_nodes": candidate.num_nodes,
-        "gpus_per_node": candidate.gpus_per_node,
-        "batch_per_rank": candidate.batch_per_rank,
+        **candidate.record(),
         "global_batch": candidate.global_batch,
         "step_time_s": per_step("step_s", max),
         "compute_time_s": max(meta["compute_step_s"] for meta in metas),
