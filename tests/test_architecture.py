@@ -95,7 +95,7 @@ def test_ranks_know_no_scheduler():
         ("submitit", {"control/slurm.py"}),
         ("hydra", {"composition.py"}),
         ("kneed", {"models/knee.py"}),
-        ("matplotlib", {"plots.py", "plot_style.py"}),
+        ("matplotlib", {"plots.py", "plot_style.py", "paper/drawing.py"}),
     ],
 )
 def test_one_file_speaks_each_outside_language(library: str, home: set[str]):

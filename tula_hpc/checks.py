@@ -80,7 +80,7 @@ _POSITIVE = (
     "training.eps",
     "training.lr_decay",
     "training.eval_batch_per_rank",
-    "training.curvature_batch",
+    "training.curvature_samples",
     "training.checkpoint_every_min",
     "training.collective_timeout_s",
 )
@@ -156,6 +156,12 @@ def check(settings: Settings) -> list[str]:
     for key in ("method.scale_smoothing", "method.delta_smoothing"):
         if not 0 <= _value(settings, key) < 1:
             problems.append(f"{key} is {_value(settings, key)}; it must lie in [0, 1), the weight of the past")
+    curvature_samples = settings.training.curvature_samples
+    if curvature_samples is not None and curvature_samples > settings.train_samples:
+        problems.append(
+            f"training.curvature_samples is {curvature_samples}, and there are {settings.train_samples} training "
+            "samples (workload.train_samples, data.train_samples); give at most that many, some hundred are enough"
+        )
     if not settings.run_root.strip():
         problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
     problems += _check_controller(settings)

@@ -483,11 +483,12 @@ class TrainingSettings:
     use: `offer` says so, and which configuration on the same type of node would be better for the rest; `auto` has the
     training save and go on there, at most twice; `off` (in a YAML file: 'off') does not look."""
     trace_gradients: bool = False
-    """Write each step's gradient norm, its variability (Eq. 5), and whether it was scaled, to train/gradients.csv. A
-    second look at all gradients in each step, which profiling does not have."""
-    curvature_batch: int | None = None
-    """Compute the largest eigenvalue of the loss' Hessian on this many training samples at the end of each epoch
-    (`hessian_eigenvalue` in train/metrics.jsonl): up to a hundred passes over them, on the first rank. Null: do not."""
+    """Whether `train/gradients.csv` gets a row for each step: the gradient's norm, its variability (Eq. 5) and what it
+    was scaled by. Costs a norm of all gradients a step on the first rank, in training only: profiling does without."""
+    curvature_samples: int | None = None
+    """On so many training samples, always the same ones, every rank computes the largest eigenvalue of the loss'
+    Hessian at the end of each epoch: `hessian_eigenvalue` in `metrics.jsonl`. A few hundred take up to 200 times their
+    forward and backward passes, twice differentiated, in float32 and outside all measured times. Null: not computed."""
     collective_timeout_s: float = no_result(300.0)
     """A rank that waits longer than this for the others ends, and so does its job."""
 

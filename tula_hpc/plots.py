@@ -417,7 +417,7 @@ def _scaling(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
     return finish(
         figure,
         "scaling",
-        "Adaptive gradient scaling",
+        "Gradient scaling",
         "At the end of each epoch: the variability of its last step, the mean of the scales in force, and the share of "
         "all steps so far that were scaled. A step whose variability reaches the threshold is left unscaled.",
         "Gradient variability, mean scale and share of scaled steps at the end of each epoch.",

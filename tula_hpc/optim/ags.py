@@ -145,6 +145,8 @@ class TulaOptimizer(WrappedOptimizer):
         gradients.refuse_sharded(self._parameters())
         self._notices = Notices()
         self._steps = 0
+        self.scaled: Tensor | float = 0.0
+        """Whether the last step's gradients were scaled, 1 or 0: a number, or of shape () on the device."""
         self._scaled_steps: Tensor | float = 0.0
         self._next_refresh = first_refresh if first_refresh is not None else 0 if refresh_every else None
         self._forget()
@@ -165,6 +167,7 @@ class TulaOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.scaled = 0.0
         common = self._scale_gradients() if self.active else None
         if common is None:
             self.optimizer.step()
@@ -190,7 +193,8 @@ class TulaOptimizer(WrappedOptimizer):
         common = self._common_factor(gate_open)
         if common is None and (self._scales is None or self._scales.excess is None):
             return None
-        self._scaled_steps = self._scaled_steps + (1.0 if gate_open is None else gate_open)
+        self.scaled = 1.0 if gate_open is None else gate_open
+        self._scaled_steps = self._scaled_steps + self.scaled
         if common is None:
             assert self._scales is not None
             self._scales.scale(gate_open)
@@ -335,6 +339,14 @@ class TulaOptimizer(WrappedOptimizer):
         and where no norm is taken (gate "off" without `observe_norm`). Infinite at the first step."""
         return self._gate.variability
 
+    @property
+    def mean_scale(self) -> Tensor | float:
+        """Mean over all elements of the scale now held, which acts while the gate is open: a number, or of shape () on
+        the device. 1 before the first `refresh`."""
+        if self.static_scale is not None:
+            return self.static_scale
+        return 1.0 if self._scales is None else self._scales.mean()
+
     def statistics(self) -> dict[str, float]:
         """Finite numbers for a log. The only method that waits for the device: call it every so many steps.
 
@@ -343,21 +355,14 @@ class TulaOptimizer(WrappedOptimizer):
         `scaled_fraction` is the share of all steps whose gradients were scaled; `mean_scale` is the mean over all
         elements of the scale now held, which acts while the gate is open (1 before the first `refresh`).
         """
-        mean_scale: Tensor | float = 1.0 if self._scales is None else self._scales.mean()
         values = {
             "gradient_variability": self._gate.variability,
             "scaled_fraction": self._scaled_steps / max(1, self._steps),
-            "mean_scale": mean_scale if self.static_scale is None else self.static_scale,
+            "mean_scale": self.mean_scale,
             "norm": None if self._gate.squared_norm is None else self._gate.squared_norm.sqrt(),
         }
         known = {name: float(value) for name, value in values.items() if value is not None}
         return {name: value for name, value in known.items() if math.isfinite(value)}
-
-    @property
-    def scaled_steps(self) -> Tensor | float:
-        """How many steps had their gradients scaled so far: of shape () on the device, or a number. A new object after
-        each step, so that one that was kept stays as it was."""
-        return self._scaled_steps
 
     def state_bytes(self) -> int:
         """Bytes AGS holds now besides the inner optimizer.

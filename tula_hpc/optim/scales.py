@@ -94,6 +94,7 @@ class Scales:
     def __init__(self, parameters: list[Tensor], granularity: Granularity):
         self.parameters = parameters
         self.granularity = granularity
+        self._mean: Tensor | None = None
         self.excess: list[Tensor] | None = None
         """One tensor for each parameter, or one vector; None until something was measured."""
         self._fine: tuple[list[Tensor], list[Tensor]] = [], []  # parameters, and their excess in the gradient's shape
@@ -137,7 +138,7 @@ class Scales:
 
     def hold(self, excess: list[Tensor]) -> None:
         """Use this excess from now on."""
-        self.excess = excess
+        self.excess, self._mean = excess, None
         if self.granularity == "element":
             self._fine = self.parameters, excess
         elif self._written_out is not None:
@@ -174,12 +175,15 @@ class Scales:
                 torch._foreach_addcmul_(grads, grads, factors)
 
     def mean(self) -> Tensor | float:
-        """Mean scale over all elements, shape ()."""
+        """Mean scale over all elements, shape (); computed once for what is held."""
         if self.excess is None:
             return 1.0
+        if self._mean is not None:
+            return self._mean
         each = self.excess if self.granularity == "element" else self.each(self.excess[0])
         sums = [excess.mean() * p.numel() for p, excess in zip(self.parameters, each, strict=True)]
-        return 1 + torch.stack(sums).sum() / sum(p.numel() for p in self.parameters)
+        self._mean = 1 + torch.stack(sums).sum() / sum(p.numel() for p in self.parameters)
+        return self._mean
 
     def tensors(self) -> list[Tensor]:
         """All that is held on the device."""

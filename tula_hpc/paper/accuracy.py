@@ -88,7 +88,7 @@ def _norm_batches(scale: Scale) -> tuple[int, ...]:
 
 def _with_curvature(scale: Scale) -> Run:
     batch = scale.table1["vgg11"][0]
-    return scale.training("vgg11", batch, "lbt", 0, f"training.curvature_batch={scale.curvature_batch}")
+    return scale.training("vgg11", batch, "lbt", 0, f"training.curvature_samples={scale.curvature_samples}")
 
 
 def _norm_runs(scale: Scale) -> list[Run]:
@@ -135,7 +135,7 @@ def _norms(scale: Scale, folders: Folders) -> Findings:
         pd.DataFrame(rows),
         panels,
         claims,
-        [f"The eigenvalue is that of the loss on {scale.curvature_batch} training samples, at the end of each epoch."],
+        [f"The eigenvalue is that of the loss on {scale.curvature_samples} training samples, after each epoch."],
     )
 
 

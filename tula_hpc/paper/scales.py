@@ -41,7 +41,7 @@ class Scale:
     static_batch: int
     """Global batch of the static scalings (Fig. 7, 8)."""
     static_scales: tuple[int, ...]
-    curvature_batch: int
+    curvature_samples: int
     """Samples that the Hessian's eigenvalue is computed on (Fig. 5)."""
 
     def profile(self, model: str, *more: str) -> Run:
@@ -94,7 +94,7 @@ PAPER = Scale(
     table1=_TABLE1,
     static_batch=1024,
     static_scales=(2, 4, 8, 16),
-    curvature_batch=256,
+    curvature_samples=256,
 )
 
 SMALL = Scale(
@@ -135,7 +135,7 @@ SMALL = Scale(
     table1=_TABLE1,
     static_batch=1024,
     static_scales=(2, 4, 8, 16),
-    curvature_batch=256,
+    curvature_samples=256,
 )
 
 _TINY: Run = (
@@ -172,7 +172,7 @@ SMOKE = Scale(
     table1=dict.fromkeys(_PAPER, (128,)),
     static_batch=128,
     static_scales=(4,),
-    curvature_batch=32,
+    curvature_samples=32,
 )
 
 SCALES = {scale.name: scale for scale in (SMOKE, SMALL, PAPER)}

@@ -1,88 +1,114 @@
-"""What the gradient of every training step was like: `train/gradients.csv`, for a training that asks for it."""
+"""The gradients of a training, step by step: their norm, how much it changes, and whether they were scaled.
+
+`train/gradients.csv` holds a row a step, written by the first rank:
+
+| column          | meaning                                                                                        |
+|-----------------|------------------------------------------------------------------------------------------------|
+| `step`          | optimizer steps so far, from 1                                                                 |
+| `epoch`         | the epoch that the step is part of, from 1                                                     |
+| `samples`       | training samples seen after the step, over all epochs and ranks                                |
+| `global_batch`  | the batch that the training ran with                                                           |
+| `gradient_norm` | L2 norm over all parameters, averaged over the ranks, as it was before any scaling             |
+| `variability`   | Δ of Eq. 5: relative change of the squared norm since the last step whose norm was finite; nan |
+|                 | for the first step of all, and for the first with another batch                                |
+| `scaled`        | 1 if the method multiplied the gradients, 0 if the step was sensitive or the method never does |
+| `scale`         | what it multiplied them by, the mean over all elements that have a scale; 1 if not `scaled`    |
+
+In the local phase of post-local SGD the norms are those of the first rank's own gradients.
+"""
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tula_hpc.optim import gradients
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.gradients import constant, squared_norm
 from tula_hpc.runs import write_text
 
-HEADER = "step,epoch,samples,gradient_norm,variability,scaled"
-WRITES_EVERY_STEPS = 1000
-"""Steps whose numbers wait on the device: reading them makes the host wait for it."""
+COLUMNS = ("step", "epoch", "samples", "global_batch", "gradient_norm", "variability", "scaled", "scale")
 
 
 class GradientTrace:
-    """A row for each optimiser step.
+    """Takes an optimizer's steps and writes down what it saw of them.
 
-    Columns: `step` from 1 on; `epoch` from 1 on, the one it is in; `samples` seen after it; `gradient_norm`, the L2
-    norm of all gradients as one vector, averaged over the ranks (in local steps the first rank's own), before any
-    scaling; `variability`, Eq. (5), empty for the first step; `scaled`, whether the optimizer scaled them, 1 or 0.
-
-    Args:
-        path: Where the rows go; None: nowhere, as on all ranks but the first.
-        optimizer: Of the training.
-        samples_before: Samples that the training has seen; rows of later ones are of steps that are made again.
+    Nothing waits for the device before `write`; until then a step keeps three numbers there. The optimizer sees and
+    does what it would without.
     """
 
-    def __init__(self, path: Path | None, optimizer: torch.optim.Optimizer, samples_before: int):
-        self._path, self._optimizer = path, optimizer
-        self._waiting: list[tuple[int, int, Tensor, Tensor | float]] = []
-        self._norm: Tensor | None = None
-        self._step, self._last_norm = 0, math.nan
-        self._scaled_before = float(self._scaled_steps())
-        if path is not None:
-            self._keep_before(path, samples_before)
+    def __init__(self, path: Path, optimizer: torch.optim.Optimizer, global_batch: int, samples: int):
+        """Rows of steps after the first `samples` will be made again, and are dropped, with a row torn by a crash."""
+        self._path = path
+        self._optimizer = optimizer
+        self._global_batch = global_batch
+        self._seen: list[tuple[int, int, Tensor]] = []
+        kept = [row for row in read(path) if row["samples"] <= samples]
+        write_text(path, ",".join(COLUMNS) + "\n" + "".join(_line(row) for row in kept))
+        self._steps = len(kept)
+        comparable = [r for r in kept if r["global_batch"] == global_batch and math.isfinite(r["gradient_norm"])]
+        same_batch = bool(kept) and kept[-1]["global_batch"] == global_batch
+        self._last_norm = comparable[-1]["gradient_norm"] if same_batch and comparable else math.nan
 
-    def before_step(self, parameters: Iterable[Tensor]) -> None:
-        """Take the norm of the gradients as they are."""
-        if self._path is not None:
-            found = [p.grad for p in parameters if p.grad is not None]
-            self._norm = gradients.squared_norm(found).sqrt() if found else None
-
-    def after_step(self, epoch: int, samples: int) -> None:
-        """Note the step whose norm was taken, which is in `epoch` (from 1 on) and ends at so many samples."""
-        if self._norm is None:
-            return
-        self._waiting.append((epoch, samples, self._norm, self._scaled_steps()))
-        if len(self._waiting) >= WRITES_EVERY_STEPS:
-            self.write()
+    @torch.no_grad()
+    def step(self, epoch: int, samples: int) -> None:
+        """Let the optimizer step; `epoch` counts from 1, `samples` are those seen after the step."""
+        optimizer = self._optimizer
+        norm = squared_norm([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]).sqrt()
+        mean: Tensor | float = optimizer.mean_scale if isinstance(optimizer, TulaOptimizer) else 1.0
+        optimizer.step()
+        scaled: Tensor | float = optimizer.scaled if isinstance(optimizer, TulaOptimizer) else 0.0
+        numbers = [x if isinstance(x, Tensor) else constant(x, norm.device) for x in (norm, scaled, mean)]
+        self._seen.append((epoch, samples, torch.stack(numbers)))
 
     def write(self) -> None:
-        """Put all that waits into the file; waits for the device."""
-        if self._path is None or not self._waiting:
+        """Add the rows of the steps since the last call. This waits for the device."""
+        if not self._seen:
             return
-        norms = torch.stack([norm for _, _, norm, _ in self._waiting]).tolist()
-        lines = []
-        for (epoch, samples, _, scaled_steps), norm in zip(self._waiting, norms, strict=True):
-            self._step += 1
-            scaled, self._scaled_before = float(scaled_steps) > self._scaled_before, float(scaled_steps)
-            lines.append(f"{self._step},{epoch},{samples},{norm:.6g},{self._variability(norm)},{int(scaled)}\n")
-            self._last_norm = norm
-        self._waiting.clear()
+        numbers = torch.stack([values for _, _, values in self._seen]).tolist()
+        rows = []
+        for (epoch, samples, _), (norm, scaled, mean) in zip(self._seen, numbers, strict=True):
+            self._steps += 1
+            norm = float(f"{norm:.9g}")  # as it will be read: a training that is resumed finds the same changes
+            rows.append(
+                {
+                    "step": self._steps,
+                    "epoch": epoch,
+                    "samples": samples,
+                    "global_batch": self._global_batch,
+                    "gradient_norm": norm,
+                    "variability": _variability(norm, self._last_norm),
+                    "scaled": int(scaled),
+                    "scale": mean if scaled else 1.0,
+                }
+            )
+            self._last_norm = norm if math.isfinite(norm) else self._last_norm
         with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+            file.writelines(_line(row) for row in rows)
+        self._seen.clear()
 
-    def _scaled_steps(self) -> Tensor | float:
-        return self._optimizer.scaled_steps if isinstance(self._optimizer, TulaOptimizer) else 0.0
 
-    def _variability(self, norm: float) -> str:
-        """Eq. (5) against the step before; empty where there is none to compare with."""
-        if not self._last_norm > 0:
-            return ""
-        return f"{abs(norm**2 - self._last_norm**2) / self._last_norm**2:.6g}"
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a trace, without a last one that a crash has torn; none if there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    kinds = (int, int, int, int, float, float, int, float)
+    return [
+        {name: kind(value) for name, kind, value in zip(COLUMNS, kinds, row, strict=True)}
+        for row in list(csv.reader(whole))[1:]
+    ]
 
-    def _keep_before(self, path: Path, samples_before: int) -> None:
-        """Drop the rows of steps that are made again, and one that a crash has torn."""
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if path.exists() else []
-        whole = [row for row in rows if row.endswith("\n") and row.count(",") == HEADER.count(",")]
-        kept = [row for row in whole if int(row.split(",")[2]) <= samples_before]
-        if kept:
-            self._step, self._last_norm = int(kept[-1].split(",")[0]), float(kept[-1].split(",")[3])
-        write_text(path, "".join([HEADER + "\n", *kept]))
+
+def _variability(norm: float, previous: float) -> float:
+    """Eq. 5; nan where there is no previous norm to speak of."""
+    return abs(norm**2 - previous**2) / previous**2 if previous else math.nan
+
+
+def _line(row: dict[str, Any]) -> str:
+    return ",".join(f"{row[name]:.9g}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS) + "\n"

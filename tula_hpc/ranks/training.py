@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, Subset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
@@ -32,7 +32,7 @@ from tula_hpc.ranks.gradient_trace import GradientTrace
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.pace import Pace
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
-from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model
+from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model, fixed_batch
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 
 PROGRESS_EVERY_S = 2.0
@@ -74,6 +74,7 @@ def train(
     sampler = RemainingSampler(train_set, candidate.batch_per_rank, me.world_size, me.rank, seed=hyper.seed)
     loader = DataLoader(train_set, candidate.batch_per_rank, sampler=sampler, **loader_options(settings, device))
     averaging = build_averaging(settings, model, optimizer, len(loader))
+    curvature_batch = None if hyper.curvature_samples is None else fixed_batch(train_set, hyper.curvature_samples)
     facts = {
         "global_batch": candidate.global_batch,
         "method": settings.method.kind.name,
@@ -86,21 +87,22 @@ def train(
     if me.is_first:
         _keep_metrics_before(run, first_epoch)
         checkpoints.forget_unfinished(run.checkpoints)
-    seen_before = first_epoch * num_samples + samples_in_epoch
-    trace = GradientTrace(
-        run.gradients if me.is_first and hyper.trace_gradients else None, optimizer, samples_before=seen_before
-    )
+    samples_at_start = first_epoch * num_samples + samples_in_epoch
+    trace = None
+    if hyper.trace_gradients and me.is_first:
+        trace = GradientTrace(run.gradients, optimizer, candidate.global_batch, samples_at_start)
     writer = _tensorboard(run) if me.is_first else None
     saved_at = shown_at = time.monotonic()
     start = {
-        "samples_at_start": seen_before,
+        "samples_at_start": samples_at_start,
         "started": time.time(),
         "launch": me.launch,
         "windows": pace.windows,
     }
 
     def save(epoch: int, samples_in_epoch: int) -> None:
-        trace.write()
+        if trace is not None:  # before the checkpoint: what goes on from there has the rows of all steps up to it
+            trace.write()
         _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
 
     def leave_if_warned(samples_in_epoch: int) -> None:
@@ -111,6 +113,16 @@ def train(
     def on_evaluated_batch() -> None:
         leave_if_warned(num_samples)
         heartbeat.beat(f"evaluating, epoch {epoch + 1}")
+
+    def sharpness() -> dict[str, float]:
+        """On all ranks alike, so that none waits in a collective for the first one to have it."""
+        if curvature_batch is None:
+            return {}
+        heartbeat.now(f"computing the curvature, epoch {epoch + 1}")
+        inputs, targets = (to_device(part, device) for part in curvature_batch)
+        at_once = max(1, candidate.batch_per_rank // 4)  # of the second derivatives, in the memory of a training step
+        module = inner_module(model)
+        return {"hessian_eigenvalue": largest_eigenvalue(module, loss_fn, inputs, targets, samples_at_once=at_once)}
 
     def average_if_due() -> bool:
         """Whether all ranks have the same model after this step, so that one of them can save it: always, but after
@@ -159,14 +171,16 @@ def train(
             ):
                 with autocast(hyper.precision, device):
                     optimizer.refresh(model, loss_fn, inputs, targets)
-            trace.before_step(model.parameters())
-            optimizer.step()
+            seen_after = min(samples_in_epoch + batch * me.world_size, num_samples)
+            if trace is None:
+                optimizer.step()
+            else:
+                trace.step(epoch + 1, epoch * num_samples + seen_after)
             optimizer.zero_grad(set_to_none=True)
 
             with torch.no_grad():  # stays on the device: reading a number would make the host wait for it
                 sums += tally(outputs, targets, loss, top=(1,))
-            samples_in_epoch = min(samples_in_epoch + batch * me.world_size, num_samples)
-            trace.after_step(epoch + 1, epoch * num_samples + samples_in_epoch)
+            samples_in_epoch = seen_after
             steps += 1
             if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
                 timed_since, steps, data_wait_s = _now(device), 0, 0.0
@@ -208,10 +222,8 @@ def train(
             "train_s": trained_at - epoch_began,
             "epoch_s": time.monotonic() - epoch_began,
             **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
+            **sharpness(),
         }
-        if me.is_first and hyper.curvature_batch is not None:
-            heartbeat.now(f"computing the curvature, epoch {epoch + 1}")
-            line["hessian_eigenvalue"] = _curvature(settings, model, loss_fn, train_set, device)
         samples_in_epoch = 0
         if me.is_first:
             _append_metrics(run, line)
@@ -376,17 +388,6 @@ def evaluate(
         sums += tally(outputs, targets, loss, top=(1, 5))
     loss_sum, count, top1_sum, top5_sum = sum_over_ranks(sums).tolist()
     return {"test_loss": loss_sum / count, "test_top1": 100 * top1_sum / count, "test_top5": 100 * top5_sum / count}
-
-
-def _curvature(
-    settings: Settings, model: torch.nn.Module, loss_fn: Any, train_set: SizedDataset, device: torch.device
-) -> float:
-    """The Hessian's largest eigenvalue on the first samples of the training set, the same ones each time."""
-    wanted = min(settings.training.curvature_batch or 0, len(train_set))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.training.seed)
-        inputs, targets = default_collate([train_set[i] for i in range(wanted)])
-    return largest_eigenvalue(inner_module(model), loss_fn, to_device(inputs, device), to_device(targets, device))
 
 
 def _restore(state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

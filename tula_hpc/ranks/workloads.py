@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tula_hpc import imports
 from tula_hpc.config import DataKind, Settings, from_plain
@@ -73,6 +73,15 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     return cast(SizedDataset, Subset(dataset, order[:wanted].tolist()))
 
 
+def fixed_batch(dataset: SizedDataset, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of some samples, the same ones (and equally augmented) whenever and wherever it is called."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        chosen = torch.randperm(len(dataset))[:num_samples].tolist()
+        inputs, targets = default_collate([dataset[i] for i in chosen])
+    return inputs, targets
+
+
 def small_cnn(in_channels: int, image_size: int, num_classes: int, width: int) -> torch.nn.Module:
     """Three strided convolutions and two linear layers, for small grey images."""
     layers: list[torch.nn.Module] = []
@@ -87,6 +96,15 @@ def small_cnn(in_channels: int, image_size: int, num_classes: int, width: int) -
     features = channels * size * size
     head = [torch.nn.Flatten(), torch.nn.Linear(features, 4 * width), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers, *head, torch.nn.Linear(4 * width, num_classes))
+
+
+def resnet18_32px(num_classes: int) -> torch.nn.Module:
+    """ResNet18 whose first layer fits images of 32 pixels: 3x3, no stride, no pooling."""
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=num_classes)
+    model.conv1, model.maxpool = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False), torch.nn.Identity()
+    return model
 
 
 def digits(root: Path, train: bool) -> Dataset:
@@ -150,51 +168,57 @@ def cifar100(root: Path, train: bool, download: bool = False) -> Dataset:
     return datasets.CIFAR100(root, train=train, transform=transform, download=download)
 
 
-class _Augmented(Dataset[Any]):
-    """Small colour images held in memory as bytes, (samples, 3, side, side), normalised when they are asked for; to
-    train on, moved by up to four pixels and mirrored at random."""
+class Cifar10(SizedDataset):
+    """Images of 32x32 pixels, held as bytes; for training shifted by up to four pixels and mirrored, at random.
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, train: bool, mean: Any, std: Any):
-        self._images, self._labels, self._train = images, [int(label) for label in labels], train
-        self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+    The random numbers are torch's own, one an image, as torchvision's transforms take them.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: list[int], train: bool):
+        """`images`: uint8, (samples, 3, 32, 32)."""
+        self._images = images
+        self._labels = labels
+        self._train = train
+        self._mean = torch.tensor([125.3, 123.0, 113.9]).view(3, 1, 1)
+        self._std = torch.tensor([63.0, 62.1, 66.7]).view(3, 1, 1)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self._images[index].float().div_(255).sub_(self._mean).div_(self._std)
+        image = self._images[index]
         if self._train:
-            side = image.shape[-1]
-            down, right, mirror = (int(i) for i in torch.randint(9, (3,)))
-            image = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, down : down + side, right : right + side]
-            image = image.flip(-1) if mirror % 2 else image
-        return image, self._labels[index]
+            place, mirrored = divmod(int(torch.randint(9 * 9 * 2, ())), 2)
+            top, left = divmod(place, 9)
+            image = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
+            image = image.flip(2) if mirrored else image
+        return image.float().sub_(self._mean).div_(self._std), self._labels[index]
 
 
 def cifar10(root: Path, train: bool, download: bool = False) -> Dataset:
-    """CIFAR-10 with padded crops and flips, from torchvision's folder or the binary version's."""
-    binary = root / "cifar-10-batches-bin"
-    if binary.is_dir() and not download:
-        names = [f"data_batch_{i}.bin" for i in range(1, 6)] if train else ["test_batch.bin"]
-        raw = b"".join((binary / name).read_bytes() for name in names)
-        rows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 1 + 3 * 32 * 32)
-        images, labels = rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
-    else:
+    """CIFAR-10 with the usual padded crops and flips, from the official binary version or torchvision's folder.
+
+    Raises:
+        TulaError: If a file of the binary version is not whole.
+    """
+    folder = root / "cifar-10-batches-bin"
+    if not folder.is_dir():
         from torchvision.datasets import CIFAR10
 
-        read = CIFAR10(root, train=train, download=download)
-        images, labels = torch.from_numpy(read.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(read.targets)
-    return _Augmented(images, labels, train, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
+        found = CIFAR10(root, train=train, download=download)
+        return Cifar10(torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous(), found.targets, train)
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if train else ["test_batch.bin"]
+    # of each record: the label, then the planes of red, green and blue
+    records = torch.cat([_read_records(folder / name, 1 + 3 * 32 * 32) for name in names])
+    return Cifar10(records[:, 1:].reshape(-1, 3, 32, 32).contiguous(), records[:, 0].tolist(), train)
 
 
-def resnet18_32px(num_classes: int) -> torch.nn.Module:
-    """ResNet18 whose first layer fits images of 32 pixels: 3x3, no stride, no pooling."""
-    from torchvision.models import resnet18
-
-    model = resnet18(num_classes=num_classes)
-    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.maxpool = torch.nn.Identity()
-    return model
+def _read_records(path: Path, record_bytes: int) -> torch.Tensor:
+    """A file of records of equal length, as uint8, (records, bytes)."""
+    raw = path.read_bytes()
+    if not raw or len(raw) % record_bytes:
+        raise TulaError(f"{path} has {len(raw)} bytes, not a multiple of {record_bytes}; fetch it again")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, record_bytes)
 
 
 def imagenet(root: Path, train: bool, image_size: int) -> Dataset:
