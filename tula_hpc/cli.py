@@ -27,6 +27,7 @@ tula_hpc {version}: how many nodes, which batch size, what will it cost, and wil
   python -m tula_hpc +experiment=NAME key=value ...   profile, fit, choose, train, report
   python -m tula_hpc plan +experiment=NAME ...        show what would be submitted; submits nothing
   python -m tula_hpc -m +experiment=NAME grid.max_nodes=4,8    one run for each value, and a table of them
+  python -m tula_hpc paper [NAME|claims] ...          a table or figure of the paper, measured again
   python -m tula_hpc settings [PREFIX]                every setting with its meaning and default
 
   RUN is a run's folder or the beginning of its name; run_root=FOLDER says where to look, if not in runs

@@ -13,7 +13,7 @@ import pandas as pd
 from tula_hpc.composition import compose
 from tula_hpc.display import Display, count
 from tula_hpc.errors import ConfigError, TulaError
-from tula_hpc.paper import accuracy, timing
+from tula_hpc.paper import accuracy, claims, timing
 from tula_hpc.paper.findings import Findings, Result
 from tula_hpc.paper.published import CLAIMS
 from tula_hpc.paper.running import Runs, in_words
@@ -32,8 +32,11 @@ def paper(arguments: list[str], display: Display) -> None:
         _list(display)
         return
     name, more = rest[0], rest[1:]
+    if name == "claims":
+        _claims(options, more, display)
+        return
     if name not in RESULTS:
-        raise ConfigError([f"{name!r} is no result of the paper; there are {', '.join(sorted(RESULTS))}"])
+        raise ConfigError([f"{name!r} is no result of the paper; there are {', '.join(sorted(RESULTS))} and claims"])
     scale = scale_of(options.get("scale", "small"))
     at_once = options.get("at-once", str(AT_ONCE))
     if not at_once.isdigit() or at_once == "0":
@@ -105,9 +108,19 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
+def _claims(options: dict[str, str], more: list[str], display: Display) -> None:
+    """All claims: with --scale beside the user's own results, else beside what was measured with this version."""
+    if "scale" in options:
+        table = claims.own_table(claims.own(_folder(scale_of(options["scale"]), more)))
+    else:
+        table = claims.table(claims.shipped())
+    display.say(markdown(table))
+
+
 def _list(display: Display) -> None:
     for result in sorted(RESULTS.values(), key=lambda result: result.name):
         display.say(f"  {result.name:<9} {result.title}")
+    display.say("  claims    every claim of the paper: published, and measured with this version or (--scale) by you")
     display.say("")
     for scale in SCALES.values():
         display.say(f"  --scale {scale.name:<6} {scale.words}")

@@ -66,9 +66,9 @@ def _epoch_times(scale: Scale, folders: Folders) -> Findings:
         panels.append(Panel(name, "global batch", "epoch time", series, "batch", "seconds"))
         columns = ["num_nodes", "batch_per_rank", "global_batch", "epoch_s", "measured_step_time_s"]
         tables.append(table[columns].assign(model=name))
-        claims[f"plateau-{model}"] = _plateau(table[table["num_nodes"] == sizes[-1]])
+        claims[f"plateau-{model}"] = plateau(table[table["num_nodes"] == sizes[-1]])
         if len(sizes) == 2:
-            claims |= _against_nodes(model, table, *sizes)
+            claims |= against_nodes(model, table, *sizes)
     return Findings(
         _joined(tables),
         panels,
@@ -80,7 +80,7 @@ def _epoch_times(scale: Scale, folders: Folders) -> Findings:
     )
 
 
-def _plateau(rows: pd.DataFrame) -> str:
+def plateau(rows: pd.DataFrame) -> str:
     """The first batch whose double saves less than a tenth of the epoch."""
     rows = rows.sort_values("global_batch")
     batch, seconds = rows["global_batch"].to_numpy(), rows["epoch_s"].to_numpy()
@@ -88,7 +88,7 @@ def _plateau(rows: pd.DataFrame) -> str:
     return f"{batch[flat[0]]:g}" if len(flat) else f"beyond {batch[-1]:g}"
 
 
-def _against_nodes(model: str, table: pd.DataFrame, few: int, many: int) -> dict[str, str]:
+def against_nodes(model: str, table: pd.DataFrame, few: int, many: int) -> dict[str, str]:
     """Twice the nodes at the same global batch, and at the same batch a node."""
     claims = {}
     by_batch = table.pivot_table(index="global_batch", columns="num_nodes", values="epoch_s").dropna()

@@ -1,0 +1,141 @@
+"""The paper's claims by what was measured and lies in tests/data: writes tula_hpc/paper/measured.csv.
+
+    python -m tests.benchmarks.claims
+
+The command `paper claims` shows that file. A claim that no record speaks of is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tula_hpc.candidates import Candidate
+from tula_hpc.models.knee import find_knee
+from tula_hpc.models.memory import fit_memory
+from tula_hpc.models.pricing import MemoryPrice
+from tula_hpc.models.search import SearchMode, next_round
+from tula_hpc.models.step_time import fit_step_time
+from tula_hpc.paper import published
+from tula_hpc.paper.claims import MEASURED, Measured
+from tula_hpc.paper.timing import against_nodes, plateau
+
+DATA = Path(__file__).parents[1] / "data"
+STEP_TIMES, ACCURACY = DATA / "step-times" / "h100-10gbit.csv", DATA / "accuracy" / "explore.jsonl"
+SAMPLES = {"resnet50": 1281167, "vgg11": 50000, "alexnet": 6941, "mobilenetv3": 24485}
+H100, H200 = "4 H100, 10 Gbit/s", "H200"
+TIMES = "synthetic images, TF32"
+
+
+def main() -> None:
+    MEASURED.write_text(pd.DataFrame(measured()).to_csv(index=False), encoding="utf-8")
+    print(f"wrote {MEASURED}")
+
+
+def measured() -> list[Measured]:
+    """Every claim that the records speak of."""
+    rows = [*_times(), *_memory(), *_errors(), *_accuracies()]
+    order = [claim.key for claim in published.CLAIMS]
+    return sorted(rows, key=lambda row: order.index(row.key))
+
+
+def _tables() -> dict[str, pd.DataFrame]:
+    """The measured step times of each model, with the times of an epoch of the paper's data set."""
+    table = pd.read_csv(STEP_TIMES)
+    table["global_batch"] = table["num_nodes"] * table["gpus_per_node"] * table["batch_per_rank"]
+    table["epoch_s"] = table["step_time_s"] * np.ceil(table["model"].map(SAMPLES) / table["global_batch"])
+    table["train_time_s"] = table["train_s"] = table["epoch_s"]
+    return {model: rows.reset_index(drop=True) for model, rows in table.groupby("model")}
+
+
+def _row(key: str, here: str, verdict: str, setting: str = TIMES) -> Measured:
+    return Measured(key, here, H100, setting, verdict, str(STEP_TIMES.relative_to(DATA.parent.parent)))
+
+
+def _times() -> list[Measured]:
+    found = []
+    for model, table in _tables().items():
+        sizes = sorted(table["num_nodes"].unique())
+        largest = table[table["num_nodes"] == sizes[-1]]
+        found.append(_row(f"plateau-{model}", f"{plateau(largest)} ({sizes[-1]} nodes)", "other hardware"))
+        knee = find_knee(largest)[1]["global_batch"]
+        at_least = "at least " if knee == largest["global_batch"].max() else ""
+        found.append(_row(f"knee-{model}", f"{at_least}{knee} ({sizes[-1]} nodes)", "other hardware"))
+        paid = MemoryPrice(0.15).cost(largest["train_s"], sizes[-1], 1, largest["memory_gib"])
+        cheapest = largest["global_batch"].iloc[int(np.argmin(paid))]
+        found.append(_row(f"memory-price-{model}", f"{cheapest} ({sizes[-1]} nodes)", "other hardware"))
+        by_batch = largest.sort_values("global_batch")["train_s"]
+        speedup = by_batch.iloc[0] / by_batch.min()
+        words = f"{speedup:.2g}x (batch {largest['global_batch'].min()} against the fastest, {sizes[-1]} nodes)"
+        found.append(_row(f"speedup-{model}", words, "holds" if speedup >= published.SPEEDUP[model] else "less here"))
+        if len(sizes) > 1 and 2 in sizes:
+            for key, words in against_nodes(model, table, sizes[-2], sizes[-1]).items():
+                found.append(_row(key, words, _OF_NODES[key]))
+    return found
+
+
+_OF_NODES = {"fewer-nodes-faster": "hardly here", "weak-scaling": "holds"}
+
+
+def _memory() -> list[Measured]:
+    """How far a line is off through the parts of the peak on the largest cluster, over all models and batches."""
+    found = []
+    for key, part in (("activation-linear", "activation_gib"), ("batch-linear", "batch_gib")):
+        off = []
+        for table in _tables().values():
+            rows = table[table["num_nodes"] == table["num_nodes"].max()]
+            batch, gib = rows["batch_per_rank"].to_numpy(dtype=float), rows[part].to_numpy(dtype=float)
+            off += list(100 * np.abs(np.polyval(np.polyfit(batch, gib, 1), batch) / gib - 1))
+        words = f"a line is off by {np.median(off):.2g} % (median), {max(off):.2g} % at most"
+        found.append(_row(key, words, "holds" if np.median(off) < 5 else "not here"))
+    return found
+
+
+def _errors() -> list[Measured]:
+    """Median errors of the default models, each model's points by themselves, as in Fig. 11."""
+    errors: dict[str, list[float]] = {"full-error": [], "partial-error": [], "memory-error": []}
+    for table in _tables().values():
+        grid = [Candidate.from_record(row) for row in table.to_dict("records")]
+        corners = set(next_round(SearchMode.partial, grid, (), ()).candidates)
+        at_corner = np.array([candidate in corners for candidate in grid])
+        full, partial = fit_step_time(table), fit_step_time(table[at_corner])
+        errors["full-error"].append(_median(full.predict(table), table["step_time_s"]))
+        unseen = table[~at_corner]
+        errors["partial-error"].append(_median(partial.predict(unseen), unseen["step_time_s"]))
+        memory = fit_memory(table[at_corner], [])
+        alone = table["num_nodes"] * table["gpus_per_node"] == 1
+        errors["memory-error"].append(_median(memory.predict(table["batch_per_rank"], alone), table["memory_gib"]))
+    bounds = {
+        "full-error": published.FULL_ERROR_PERCENT,
+        "partial-error": published.PARTIAL_ERROR_PERCENT,
+        "memory-error": published.MEMORY_ERROR_PERCENT,
+    }
+    return [
+        _row(key, f"{min(values):.2g} to {max(values):.2g} %", _against(max(values), bounds[key]))
+        for key, values in errors.items()
+    ]
+
+
+def _median(told: object, seen: object) -> float:
+    return float(np.median(100 * np.abs(np.asarray(told, dtype=float) / np.asarray(seen, dtype=float) - 1)))
+
+
+def _against(largest: float, bounds: tuple[float, float]) -> str:
+    return "closer here" if largest <= bounds[0] else "holds" if largest <= bounds[1] else "farther off here"
+
+
+def _accuracies() -> list[Measured]:
+    """One seed each: where the accuracy goes, and nothing finer."""
+    records = pd.DataFrame([json.loads(line) for line in ACCURACY.read_text().splitlines()])
+    plain = records[(records["task"] == "alexnet") & (records["method"] == "lbt")].sort_values("batch")
+    first, last = plain.iloc[0], plain.iloc[-1]
+    words = f"{first['test_top1']:.0f} % to {last['test_top1']:.0f} % (batch {first['batch']} to {last['batch']})"
+    setting = f"CalTech101 at 96 px, bfloat16, one seed; train accuracy falls as well, to {last['train_top1']:.0f} %"
+    return [Measured("gap", words, H200, setting, "holds", str(ACCURACY.relative_to(DATA.parent.parent)))]
+
+
+if __name__ == "__main__":
+    main()

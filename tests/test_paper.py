@@ -1,0 +1,146 @@
+"""The paper's results from run folders: figures of a real run, claims that stay with their records, commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.benchmarks.claims import measured
+from tula_hpc.errors import ConfigError
+from tula_hpc.paper import claims, timing
+from tula_hpc.paper.command import RESULTS, markdown
+from tula_hpc.paper.findings import candidates
+from tula_hpc.paper.published import CLAIMS
+from tula_hpc.paper.running import Runs
+from tula_hpc.paper.scales import SCALES, SMALL, scale_of
+from tula_hpc.runs import RunFolder, read_json
+
+ROOT = Path(__file__).parents[1]
+H100 = RunFolder(ROOT / "tests" / "data" / "h100x4-resnet50-synthetic")
+
+
+def tula(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tula_hpc", *arguments], cwd=folder, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_every_job_has_its_result_and_every_claim_its_job():
+    """jobs/ holds a script for each result, which runs it; a claim names one of them."""
+    scripts = {path.stem: path.read_text() for path in (ROOT / "jobs").glob("*.sbatch")}
+    assert set(scripts) == set(RESULTS)
+    for name, text in scripts.items():
+        assert f"paper {name} --scale" in text
+        subprocess.run(["bash", "-n", str(ROOT / "jobs" / f"{name}.sbatch")], check=True)
+    assert {claim.result for claim in CLAIMS} == set(RESULTS)
+
+
+def test_what_was_measured_is_what_the_records_say():
+    """The file behind `paper claims` is that of tests/benchmarks/claims.py."""
+    assert claims.shipped() == {row.key: row for row in measured()}
+    for row in claims.shipped().values():
+        assert (ROOT / row.record).exists()
+
+
+def test_the_readme_has_the_table_of_claims():
+    """As the command prints it, so that neither goes stale."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert markdown(claims.table(claims.shipped())) in readme
+
+
+@pytest.mark.parametrize("name", ["fig01", "fig04", "fig09", "fig10", "fig11", "headline"])
+def test_results_of_a_real_run(name: str, tmp_path: Path):
+    """A run of ResNet50 on four H100s stands for all models: each has its rows, curves and answers."""
+    result = RESULTS[name]
+    findings = result.find(SMALL, dict.fromkeys(result.runs(SMALL), H100))
+    assert set(findings.table["model"]) == {"ResNet50", "VGG11", "AlexNet", "MobileNetV3"}
+    assert findings.panels
+    assert findings.claims.keys() <= {claim.key for claim in CLAIMS}
+    assert len(findings.claims) >= 1
+
+
+def test_a_run_that_failed_is_left_out():
+    """What there is makes a result; what there is not has no row."""
+    only = {SMALL.profile("vgg11"): H100}
+    assert set(RESULTS["fig09"].find(SMALL, only).table["model"]) == {"VGG11"}
+    assert RESULTS["fig09"].find(SMALL, {}).table.empty
+    assert RESULTS["table1"].find(SMALL, {}).table.empty
+
+
+def test_partial_search_knows_the_corners_only():
+    """Of a run with full search, the fit of the smallest and largest clusters' smallest and largest batches."""
+    fit = timing.partial_fit(H100)
+    known = {(p["num_nodes"], p["batch_per_rank"]) for p in fit["points"]}
+    measured_here = candidates(H100)
+    assert known < set(zip(measured_here["num_nodes"], measured_here["batch_per_rank"], strict=True))
+    assert {nodes for nodes, _ in known} == {1, 2, 4}
+    assert fit["step_time"] != read_json(H100.fit)["step_time"]
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_every_command_of_a_scale_is_one_that_composes(scale):
+    """Their settings are known and pass, on a machine that has the data."""
+    from tula_hpc.checks import check
+    from tula_hpc.composition import compose
+
+    runs = {run for result in RESULTS.values() for run in result.runs(scale)}
+    for run in runs:
+        problems = check(compose([*run, "data=synthetic", "cluster=slurm", "cluster.gpus_per_node=1"]))
+        assert problems == [], run
+
+
+def test_mistakes_are_told_before_anything_runs(tmp_path: Path):
+    """An unknown result, scale or setting ends the command with what there is."""
+    for arguments, words in (
+        (["fig03"], "'fig03' is no result of the paper; there are fig01"),
+        (["fig01", "--scale", "huge"], "--scale is 'huge'; there are smoke, small, paper"),
+        (["fig01", "--at-once=0"], "--at-once is '0'"),
+        (["fig01", "--scale=smoke", "grid.max_node=2"], "no setting 'grid.max_node'"),
+    ):
+        answer = tula(tmp_path, "paper", *arguments)
+        assert answer.returncode == 2, answer.stdout
+        assert words in answer.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_plan_is_commands_that_a_user_could_give(tmp_path: Path):
+    """`--plan` prints them and submits nothing."""
+    answer = tula(tmp_path, "paper", "table1", "--scale", "smoke", "--plan", "cluster=local")
+    commands = re.findall(r"^  python -m tula_hpc (.+)$", answer.stdout, flags=re.MULTILINE)
+    assert len(commands) == 6
+    assert all(command.endswith("cluster=local") for command in commands)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, tiny_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Of two commands one has a mistake: it is told with its own words, and the other is done."""
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    one = (*tiny_overrides, "grid.max_nodes=1", "grid.min_batch_per_rank=32", "grid.max_batch_per_rank=32")
+    good, bad = (*one, "until=choice"), (*one, "search.timed_steps=-1")
+    folders, failures = Runs(tmp_path / "logs", 2, said.append).finish([good, bad], ["cluster=local"])
+    assert set(folders) == {good}
+    assert folders[good].selection.exists()
+    assert "search.timed_steps is -1" in failures[bad]
+    assert [line.partition(":")[0] for line in sorted(said)] == ["done", "failed"]
+
+
+def test_numbers_are_short_and_unknown_ones_dashes():
+    assert markdown(pd.DataFrame({"a_b": [1.23456, None], "c": ["x|y", "z"]})).splitlines() == [
+        "| a b | c |",
+        "| --- | --- |",
+        "| 1.235 | x\\|y |",
+        "| - | z |",
+    ]
+
+
+def test_an_unknown_scale_is_refused():
+    with pytest.raises(ConfigError, match="there are smoke, small, paper"):
+        scale_of("tiny")
