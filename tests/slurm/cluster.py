@@ -66,6 +66,10 @@ class SlurmClusterError(Exception):
     """The throw-away Slurm could not do what was asked; the message holds the reason and the tails of the logs."""
 
 
+class CommandFailed(SlurmClusterError):
+    """One of Slurm's commands ended with an error."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmSettings:
     """What the cluster looks like; two clusters with equal settings are interchangeable."""
@@ -134,11 +138,17 @@ def missing_reason(settings: SlurmSettings | None = None) -> str | None:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, detail: Callable[[], str] = str) -> None:
-    """Return as soon as the condition holds; after the time limit raise, saying what was waited for."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
+    """Return as soon as the condition holds; after the time limit raise, saying what was waited for. A command that
+    fails on the way says nothing: on a busy machine an answer may take longer than Slurm waits."""
+    deadline, failure = time.monotonic() + timeout_s, ""
+    while True:
+        try:
+            if condition():
+                return
+        except CommandFailed as error:
+            failure = f"\n{error}"
         if time.monotonic() > deadline:
-            raise SlurmClusterError(f"waited {timeout_s:g} s in vain for {what}\n{detail()}".rstrip())
+            raise SlurmClusterError(f"waited {timeout_s:g} s in vain for {what}{failure}\n{detail()}".rstrip())
         time.sleep(0.05)
 
 
@@ -231,7 +241,7 @@ class ThrowawaySlurm:
             stdin=subprocess.DEVNULL,
         )
         if done.returncode != 0:
-            raise SlurmClusterError(
+            raise CommandFailed(
                 f"{' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
             )
         return done.stdout

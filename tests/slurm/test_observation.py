@@ -27,7 +27,6 @@ SETTINGS = SlurmSettings(
     min_job_age_s=2,
     max_array_size=3,
     kill_wait_s=2,
-    message_timeout_s=3,
     extra_lines=("AccountingStorageEnforce=limits",),
 )
 
@@ -195,7 +194,8 @@ def test_accounting_tells_how_forgotten_jobs_ended(
     wait_for(away, dict.fromkeys(ends, QueueState.absent))
     asked, began = calls(), time.monotonic()
     for _ in range(10):
-        assert {seen.state for seen in (away.states(ends) or {}).values()} == {QueueState.absent}
+        seen = away.states(ends)
+        assert seen is None or {one.state for one in seen.values()} == {QueueState.absent}
     assert calls() <= asked + 1 + (time.monotonic() - began)  # the interval is a second
     assert away.find("tula-lost", 0, [run_folder.attempt("train", 1)], False) is None
 
@@ -205,7 +205,12 @@ def test_accounting_tells_how_forgotten_jobs_ended(
     wait_for(away, ends)
     assert calls() == asked
     run_folder.scheduler.mkdir()
-    assert scheduler().find("tula-lost", 0, [run_folder.attempt("train", 1)], False) == good
+    late_comer = scheduler()
+    wait_until(
+        lambda: late_comer.find("tula-lost", 0, [run_folder.attempt("train", 1)], False) == good,
+        PATIENCE_S,
+        "the lost submission to be found",
+    )
 
 
 def test_more_elements_than_an_array_may_have_are_a_limit(
