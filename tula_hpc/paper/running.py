@@ -122,6 +122,7 @@ def name_of(run: Run) -> str:
 
 
 def _last_words(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("tula_hpc: ")]
-    return (told or lines or [""])[-1].removeprefix("tula_hpc: ")
+    """What a command said of its end: its error with all its lines, or the last line."""
+    before, mark, error = text.rpartition("tula_hpc: ")
+    lines = [line.strip() for line in (error if mark else before or text).splitlines() if line.strip()]
+    return " ".join(lines if mark else lines[-1:])
