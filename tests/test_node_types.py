@@ -37,7 +37,7 @@ from tula_hpc.models.selection import UnusableFit
 from tula_hpc.planning import plan
 from tula_hpc.prices import prices_of
 from tula_hpc.report import write_report
-from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.runs import RunFolder, read_json, write_json
 
 A100 = "a100: {partition: old, price_per_node_hour: 1}"
 H100 = "h100: {partition: new, constraint: nvlink, price_per_node_hour: 100}"
@@ -430,19 +430,27 @@ def test_a_smaller_batch_stays_on_the_type(
 
 
 def test_a_training_is_compared_and_replanned_within_its_type(make_run: Callable[..., Run]):
-    """What it is expected to take, and what it could go on with, is that of the nodes it runs on."""
+    """What it is expected to take, and what it is offered to go on with, is that of the nodes it runs on, though others
+    are cheaper."""
     run = make_run(TYPES, "objective=cost")
-    controller = run.controller()
     run.chosen()
     controller = run.controller()
-    candidate = Candidate(2, 32, 1, "h100")
+    candidate = Candidate(2, 16, 1, "h100")
     controller.jobs.submit(TRAIN, Submission([candidate], None))
     attempt = controller.journal.state().last(TRAIN)
     assert attempt is not None
     watch: Replanning = controller.replanning
-    expected = watch._predicted(watch._fit_before(attempt, watch._fit_record(attempt)), attempt)
+    fit = watch._fit_before(attempt, watch._fit_record(attempt))
+    expected = watch._predicted(fit, attempt)
     assert expected.step_time_s == pytest.approx(run.scheduler.step_time_s(candidate), rel=0.02)
     assert expected.step_time_s < 0.5 * run.scheduler.step_time_s(replace(candidate, node_type="a100"))
+
+    folder = run.folder.attempt(TRAIN, 1)
+    launched = folder.request.stat().st_mtime
+    write_json(folder.launch, {"launch": "1", "host": "n1", "time": launched})
+    offer, words = watch._offer(attempt, fit, {"samples": 0, "of_samples": 10**7, "started": launched + 1})
+    assert offer is not None, words
+    assert offer.candidate.node_type == "h100"
 
 
 def test_plan_tells_of_each_type(
