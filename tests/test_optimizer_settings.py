@@ -20,8 +20,9 @@ from tula_hpc.ranks import checkpoints
 from tula_hpc.ranks.device_memory import GIB, MemoryMeter
 from tula_hpc.ranks.distributed import replicate
 from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.optimizers import build_optimizer
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
-from tula_hpc.ranks.training import build_optimizer, train
+from tula_hpc.ranks.training import train
 from tula_hpc.ranks.workloads import build_model
 from tula_hpc.runs import RunFolder
 

@@ -29,9 +29,10 @@ from tula_hpc.ranks.batches import forward, num_bytes, to_device
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.optimizers import build_averaging, build_optimizer
 from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.ranks.training import autocast, build_averaging, build_optimizer, evaluate, loader_options
+from tula_hpc.ranks.training import autocast, evaluate, loader_options
 from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
