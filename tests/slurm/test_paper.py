@@ -42,7 +42,7 @@ def left_empty(slurm: ThrowawaySlurm):
 def submit(folder: Path, name: str) -> str:
     """The id of a result's job; the small controllers share one host, and leave the others to what they submit."""
     answer = subprocess.run(
-        ["sbatch", "--parsable", "--nodelist=tula-n4", "--mem=1500M", str(JOBS / f"{name}.sbatch"), *SITE],
+        ["sbatch", "--parsable", "--nodelist=tula-n4", "--mem=1500M", "--time=50", str(JOBS / f"{name}.sbatch"), *SITE],
         cwd=folder,
         env=environment(SCALE="smoke", TULA_PYTHON=sys.executable),
         capture_output=True,
