@@ -162,7 +162,7 @@ def test_two_controllers_do_not_share_a_run(tmp_path: Path, smallest: list[str])
     run.report.unlink()
     with controlling(run):
         answer = tula(tmp_path, *smallest)
-    assert answer.returncode == 1
+    assert answer.returncode == 3
     assert f"another tula_hpc already works on {run.path}: process {os.getpid()}" in answer.stderr
 
 
