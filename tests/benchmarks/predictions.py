@@ -3,8 +3,8 @@
     python -m tests.benchmarks.predictions --traces FOLDER
 
 Data sets are the CSV files of the Sia artifact (SOSP'23) in FOLDER, `<model>-{scalability,placements}-aws.csv`, split
-by GPUs per node and by whether one node belongs to the grid, and the records in tests/data: points of whole runs, and
-tables of step times, a source for each model. Fits see
+by GPUs per node and by whether one node belongs to the grid; the records in tests/data: points of whole runs, and
+tables of step times, a source for each model; and made-up trainings (`synthetic_steps`). Fits see
 
     corners     what search=partial measures
     adaptive    what search=adaptive measures for each objective; predictions of the overlap form corrected nearby
@@ -36,6 +36,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from tests.benchmarks import synthetic_steps
 from tests.benchmarks.adaptdl import fit_adaptdl
 from tula_hpc.candidates import Candidate
 from tula_hpc.models import step_forms, step_time
@@ -88,6 +89,8 @@ def data_sets(traces: Path | None) -> Iterator[DataSet]:
     for record in sorted(RECORDS.glob("step-times/*.csv")):
         for model, rows in pd.read_csv(record).groupby("model"):
             yield from _by_fewest(f"{record.stem}-{model}", rows.reset_index(drop=True))
+    for name, table in synthetic_steps.tables().items():
+        yield from _by_fewest(f"synthetic-{name}", table)
 
 
 def _by_fewest(source: str, table: pd.DataFrame) -> Iterator[DataSet]:

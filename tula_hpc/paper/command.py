@@ -49,16 +49,13 @@ def paper(arguments: list[str], display: Display) -> None:
             display.say(f"  {shown(*run, *more)}")
         display.say(f"{count(len(runs), 'command')}; nothing was submitted")
         return
-    for run in runs:  # a mistake is told before anything is submitted
-        if compose([*run, *more]).cluster.node_types:
-            raise ConfigError(
-                ["cluster.node_types is set, but the paper's results are of one type of node; leave it out"]
-            )
     folder = _folder(scale, more)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    working = Runs(folder / "logs", int(at_once), display.say)
-    with _queued_again_in_time(working, display):
-        folders, failures = working.finish(runs, more)
+    with _queued_again_in_time(display):
+        for run in runs:  # a mistake is told before anything is submitted
+            if compose([*run, *more]).cluster.node_types:
+                raise ConfigError(["cluster.node_types is set, but the paper's results are of one type; leave it out"])
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders, failures = Runs(folder / "logs", int(at_once), display.say).finish(runs, more)
     write(result, scale, result.find(scale, folders), folder, display)
     if failures:
         lines = "\n".join(f"  {in_words(run)}: {why}" for run, why in failures.items())
@@ -151,7 +148,7 @@ def _folder(scale: Scale, more: list[str]) -> Path:
 
 
 @contextmanager
-def _queued_again_in_time(working: Runs, display: Display) -> Iterator[None]:
+def _queued_again_in_time(display: Display) -> Iterator[None]:
     """In a Slurm job that will end soon, leave the runs in order and put the job back into the queue."""
     from tula_hpc.control import away
 
