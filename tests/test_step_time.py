@@ -24,18 +24,25 @@ def grid(nodes: list[int] = NODES, batches: list[int] = BATCHES, gpus: list[int]
     return pd.DataFrame(rows, columns=["num_nodes", "gpus_per_node", "batch_per_rank"])
 
 
+def synchronisation(table: pd.DataFrame, c_ring: float, growth: float) -> np.ndarray:
+    """A ring, and a growth with the nodes; none on one node."""
+    ranks = table["num_nodes"] * table["gpus_per_node"]
+    ring = 2 * (ranks - 1) / ranks
+    return np.where(table["num_nodes"] > 1, c_ring * ring + growth * (table["num_nodes"] - 2), 0.0)
+
+
 def overlapped(
     table: pd.DataFrame,
     before_sync: float = 0.35,
     after_backward: float = 0.08,
-    c_n: float = 0.1,
+    c_ring: float = 0.1,
     growth: float = 0.01,
     noise: float = 0.0,
     seed: int = 1,
 ) -> pd.DataFrame:
     """A table with the times of known parameters: alpha = 20 ms, beta = 1 ms, t0 = 50 ms."""
     compute = np.hypot(0.05, 0.02 + 0.001 * table["batch_per_rank"])
-    sync = np.where(table["num_nodes"] > 1, c_n + growth * (table["num_nodes"] - 2), 0.0)
+    sync = synchronisation(table, c_ring, growth)
     hiding, hideable = (1 - before_sync) * compute, (1 - after_backward) * sync
     with np.errstate(divide="ignore"):
         hidden = (hiding**-6.0 + hideable**-6.0) ** (-1 / 6)
@@ -63,7 +70,7 @@ def test_overlap_recovers_parameters() -> None:
     """On exact data with every contrast and usual overlap, every parameter of the overlap form comes back."""
     fit = fit_step_time(overlapped(grid()))
     assert fit.outcome is StepTimeOutcome.OK
-    expected = {"alpha": 0.02, "beta": 0.001, "t0": 0.05, "c_n": 0.1, "lambda": 0.01}
+    expected = {"alpha": 0.02, "beta": 0.001, "t0": 0.05, "c_ring": 0.1, "lambda": 0.01}
     expected |= {"before_sync": 0.35, "after_backward": 0.08}
     assert {name: values(fit)[name] for name in expected} == pytest.approx(expected, rel=0.03)
 
@@ -170,7 +177,8 @@ def test_units_of_time_do_not_matter(model: str) -> None:
 )
 def test_cannot_tell(model: str, nodes: list[int], batches: list[int], outcome: StepTimeOutcome) -> None:
     """What the measurements cannot tell is a named outcome with advice, and what was measured is still reproduced."""
-    table = overlapped(grid(nodes, batches), c_n=0.05, growth=0.0)
+    table = overlapped(grid(nodes, batches), c_ring=0.05, growth=0.0)
+    table = table if model == "overlap" else added(grid(nodes, batches))
     fit = fit_step_time(table, model)
     assert fit.outcome is outcome
     assert fit.outcome.usable
@@ -262,7 +270,7 @@ def test_the_last_gradients_are_never_hidden() -> None:
     """However long computation takes, a step on several nodes ends after_backward T_s later than on one."""
     fit = fit_step_time(overlapped(grid(nodes=[1, *NODES])))
     several, alone = grid(nodes=[8], batches=[8192]), grid(nodes=[1], batches=[8192])
-    assert fit.predict(several) - fit.predict(alone) == pytest.approx([0.08 * 0.16], rel=0.1)
+    assert fit.predict(several) - fit.predict(alone) == pytest.approx([0.08 * (0.1 * 1.75 + 0.06)], rel=0.1)
 
 
 def test_the_gradient_of_what_is_minimised_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +293,17 @@ def test_the_gradient_of_what_is_minimised_is_exact(monkeypatch: pytest.MonkeyPa
 
 def test_an_all_reduce_tells_a_synchronisation_that_is_hidden() -> None:
     """Where every step hides what can be hidden, T_s is the measured all-reduce and not a guess."""
-    table = overlapped(grid(batches=[256, 512]), c_n=0.05, growth=0.005)
-    allreduce_s = 0.05 + 0.005 * (table["num_nodes"] - 2)
-    fit = fit_step_time(table.assign(allreduce_s=allreduce_s))
-    assert [values(fit)[name] for name in ("c_n", "lambda")] == pytest.approx([0.05, 0.005], rel=0.05)
+    table = overlapped(grid(batches=[256, 512]), c_ring=0.05, growth=0.005)
+    fit = fit_step_time(table.assign(allreduce_s=synchronisation(table, c_ring=0.05, growth=0.005)))
+    assert [values(fit)[name] for name in ("c_ring", "lambda")] == pytest.approx([0.05, 0.005], rel=0.05)
+
+
+def test_twice_the_nodes_of_a_ring_are_foreseen() -> None:
+    """From one, two and four nodes the time on eight follows where the all-reduce is a ring's, and does not grow on."""
+    table = overlapped(grid(nodes=[1, 2, 4, 8]), growth=0.0, noise=0.02)
+    table = table.assign(allreduce_s=synchronisation(table, c_ring=0.1, growth=0.0))
+    known, unknown = table.loc[table["num_nodes"] < 8], table.loc[table["num_nodes"] == 8]
+    assert fit_step_time(known).predict(unknown) == pytest.approx(unknown["step_time_s"].to_numpy(), rel=0.1)
 
 
 def test_an_all_reduce_that_the_steps_deny_is_set_aside() -> None:

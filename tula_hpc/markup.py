@@ -29,7 +29,7 @@ STEP_TIME_MEANINGS = {
     "t0": "least compute time of a step",
     "s": "synchronisation: times 1 − 1/ranks on a ring, each round of a tree, each rank of a parameter server",
     "l": "latency: for each doubling of the ranks",
-    "c_n": "synchronisation of two nodes",
+    "c_ring": "synchronisation between nodes: of two ranks, and times 2 (1 − 1/ranks) on a ring",
     "lambda": "more synchronisation for each node beyond two",
     "kappa": "more synchronisation for each GPU of a node beyond one",
     "c_r": "synchronisation inside one node",

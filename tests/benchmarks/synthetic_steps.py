@@ -80,8 +80,6 @@ def tables(seed: int = 0) -> dict[str, pd.DataFrame]:
                 truth = both, alone, allreduce_s(training, num_nodes)
                 measured, computed, exchanged = np.exp(noise.normal(0, NOISE, 3)) * truth
                 rows.append((num_nodes, 1, batch, measured, computed, max(0.0, measured - computed), exchanged))
-        columns = [
-            "num_nodes", "gpus_per_node", "batch_per_rank", "step_time_s", "compute_time_s", "sync_time_s", "allreduce_s"
-        ]  # fmt: skip
-        found[training.name] = pd.DataFrame(rows, columns=columns)
+        times = [f"{what}_s" for what in ("step_time", "compute_time", "sync_time", "allreduce")]
+        found[training.name] = pd.DataFrame(rows, columns=["num_nodes", "gpus_per_node", "batch_per_rank", *times])
     return found

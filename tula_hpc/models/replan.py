@@ -43,7 +43,7 @@ CLEAR_GAIN = 0.10
 two starts cost the user's trust more than a few percent are worth."""
 
 _COMPUTE = {StepTimeModel.OVERLAP: ("alpha", "beta", "t0"), StepTimeModel.ADDITIVE: ("alpha", "beta")}
-_SYNC = {StepTimeModel.OVERLAP: ("c_n", "lambda", "kappa"), StepTimeModel.ADDITIVE: ("s", "l")}
+_SYNC = {StepTimeModel.OVERLAP: ("c_ring", "lambda", "kappa"), StepTimeModel.ADDITIVE: ("s", "l")}
 
 
 class Part(str, Enum):

@@ -34,9 +34,9 @@ SETTLED = 1e-6
 """Relative change of the loss below which a start is done; the smaller, the longer a fit takes."""
 
 ADDITIVE_NAMES = ("alpha", "beta", "s", "l")
-OVERLAP_NAMES = ("alpha", "beta", "t0", "c_n", "lambda", "kappa", "c_r", "before_sync", "after_backward")
-ALPHA, BETA, T0, C_N, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range(len(OVERLAP_NAMES))
-COMPUTE, SYNC = slice(ALPHA, T0 + 1), slice(C_N, C_R + 1)
+OVERLAP_NAMES = ("alpha", "beta", "t0", "c_ring", "lambda", "kappa", "c_r", "before_sync", "after_backward")
+ALPHA, BETA, T0, C_RING, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range(len(OVERLAP_NAMES))
+COMPUTE, SYNC = slice(ALPHA, T0 + 1), slice(C_RING, C_R + 1)
 
 TYPICAL_SHARES = {BEFORE_SYNC: 0.35, AFTER_BACKWARD: 0.08}
 """Assumed until runs say otherwise: a third of computation is the forward pass, and the last bucket is a small one."""
@@ -171,10 +171,20 @@ def _compute(values: Array, batch: Array) -> tuple[Array, Array]:
 
 
 def _sync_terms(nodes: Array, gpus: Array) -> Array:
-    """What c_n, lambda, kappa and c_r are multiplied by, in the last axis."""
-    between, within = nodes > 1, 2 * (gpus - 1) / gpus
-    terms = [between, between * _growth(nodes), between * (gpus - 1), np.where(between, 0.0, within)]
+    """What c_ring, lambda, kappa and c_r are multiplied by, in the last axis."""
+    between = nodes > 1
+    terms = [
+        np.where(between, _ring(nodes * gpus), 0.0),
+        between * _growth(nodes),
+        between * (gpus - 1),
+        np.where(between, 0.0, _ring(gpus)),
+    ]
     return np.stack(terms, axis=-1).astype(float)
+
+
+def _ring(ranks: Array | float) -> Array:
+    """How often a ring of so many ranks moves the gradients over each link; 1 for two ranks."""
+    return np.asarray(2 * (ranks - 1) / ranks)
 
 
 def _growth(nodes: Array) -> Array:
@@ -203,15 +213,15 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
         (BETA, True, ""),
         (T0, batches > 1, _ONE_BATCH),
         (
-            C_N,
+            C_RING,
             between.any(),
-            "No run on several nodes: their synchronisation (c_n) was taken as 1.1 times that in one.",
+            "No run on several nodes: synchronisation of two (c_ring) was taken as 1.1 times that in one.",
         ),
         (LAMBDA, growth, "One number of nodes above 1: no growth of synchronisation with nodes (lambda = 0)."),
         (
             KAPPA,
             len(set(gpus[between])) > 1,
-            "One number of GPUs per node on several nodes: kappa = 0, its share is part of c_n."
+            "One number of GPUs per node on several nodes: kappa = 0, its share is part of c_ring."
             if several_gpus
             else "",
         ),
@@ -299,7 +309,7 @@ def _starts() -> list[Array]:
     """Usual overlap and next to none, as with a single bucket, each with two splits of the median step into compute and
     synchronisation."""
     return [
-        np.array([compute / 2, compute / 2, compute / 10, sync, sync / 10, sync / 10, sync, *shares])
+        np.array([compute / 2, compute / 2, compute / 10, sync, sync / 50, sync / 10, sync, *shares])
         for shares in (TYPICAL_SHARES.values(), (0.95, TYPICAL_SHARES[AFTER_BACKWARD]))
         for compute, sync in ((0.3, 0.7), (0.8, 0.2))
     ]
@@ -329,9 +339,10 @@ def _minimise(loss: Callable[[Array], tuple[float, Array]], free: list[int], sta
 
 
 def _assume_unseen_link(values: Array, free: list[int], gpus: float) -> None:
-    """Fills in the kind of link never measured, between nodes or within one: the former takes 1.1 times the latter."""
-    within = 2 * (gpus - 1) / gpus if gpus > 1 else 1.0
-    if C_N not in free:
-        values[C_N] = 1.1 * values[C_R] * within
+    """Fills in the kind of link never measured, between nodes or within one: two of the former take 1.1 times as long
+    as one node."""
+    between, within = float(_ring(2 * gpus)), float(_ring(gpus)) if gpus > 1 else 1.0
+    if C_RING not in free:
+        values[C_RING] = 1.1 * values[C_R] * within / between
     elif C_R not in free:
-        values[C_R] = (values[C_N] + values[KAPPA] * (gpus - 1)) / 1.1 / within
+        values[C_R] = (values[C_RING] * between + values[KAPPA] * (gpus - 1)) / 1.1 / within
