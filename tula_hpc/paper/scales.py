@@ -97,6 +97,9 @@ PAPER = Scale(
     curvature_samples=256,
 )
 
+# images come from four processes beside each GPU
+_ON_A_GPU: Run = ("training.precision=bf16", "data.loader_workers=4", "cluster.cpus_per_rank=4")
+
 SMALL = Scale(
     name="small",
     words="one host with GPUs: random images for times; CIFAR-10 and CalTech101 with fewer epochs for accuracies",
@@ -113,15 +116,21 @@ SMALL = Scale(
         for model, name in _PAPER.items()
     },
     trained={
-        "resnet50": ("+experiment=resnet18_cifar10", "training.epochs=15", "training.milestones=[8,11,13]"),
-        "vgg11": ("+experiment=vgg11_cifar10", "training.epochs=30", "training.milestones=[15,21,26]"),
+        "resnet50": ("+experiment=resnet18_cifar10", "training.epochs=15", "training.milestones=[8,11,13]", *_ON_A_GPU),
+        "vgg11": ("+experiment=vgg11_cifar10", "training.epochs=30", "training.milestones=[15,21,26]", *_ON_A_GPU),
         "alexnet": (
             "+experiment=alexnet_caltech101",
             "workload.dataset.image_size=96",
             "training.epochs=30",
             "training.milestones=[15,21,26]",
+            *_ON_A_GPU,
         ),
-        "mobilenetv3": ("+experiment=mobilenetv3_cifar10", "training.epochs=20", "training.milestones=[10,16]"),
+        "mobilenetv3": (
+            "+experiment=mobilenetv3_cifar10",
+            "training.epochs=20",
+            "training.milestones=[10,16]",
+            *_ON_A_GPU,
+        ),
     },
     nodes=1,
     local_nodes=2,
