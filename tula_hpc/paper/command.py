@@ -51,7 +51,7 @@ def paper(arguments: list[str], display: Display) -> None:
         return
     folder = _folder(scale, more)
     with _queued_again_in_time(display):
-        for run in runs:  # a mistake is told before anything is submitted
+        for run in {run[0]: run for run in runs}.values():  # a mistake in `more` is told before anything is submitted
             if compose([*run, *more]).cluster.node_types:
                 raise ConfigError(["cluster.node_types is set, but the paper's results are of one type; leave it out"])
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
