@@ -108,6 +108,7 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path):
         (["fig03"], "'fig03' is no result of the paper; there are fig01"),
         (["fig01", "--scale", "huge"], "--scale is 'huge'; there are smoke, small, paper"),
         (["fig01", "--at-once=0"], "--at-once is '0'"),
+        (["fig01", "controller=slurm"], "controller is slurm"),
         (["fig01", "--scale=smoke", "grid.max_node=2"], "no setting 'grid.max_node'"),
     ):
         answer = tula(tmp_path, "paper", *arguments)

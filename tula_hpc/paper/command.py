@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from tula_hpc.composition import compose
+from tula_hpc.config import ControllerKind, Settings
 from tula_hpc.display import Display, count
 from tula_hpc.errors import ConfigError, TulaError
 from tula_hpc.paper import accuracy, claims, timing
@@ -52,8 +53,7 @@ def paper(arguments: list[str], display: Display) -> None:
     folder = _folder(scale, more)
     with _queued_again_in_time(display):
         for run in {run[0]: run for run in runs}.values():  # a mistake in `more` is told before anything is submitted
-            if compose([*run, *more]).cluster.node_types:
-                raise ConfigError(["cluster.node_types is set, but the paper's results are of one type; leave it out"])
+            _refuse_what_cannot_work(compose([*run, *more]))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folders, failures = Runs(folder / "logs", int(at_once), display.say).finish(runs, more)
     write(result, scale, result.find(scale, folders), folder, display)
@@ -62,6 +62,16 @@ def paper(arguments: list[str], display: Display) -> None:
         raise TulaError(
             f"{count(len(failures), 'run')} of {len(runs)} did not end well, and {name} lacks them:\n{lines}\n"
             "The same command tries them again."
+        )
+
+
+def _refuse_what_cannot_work(settings: Settings) -> None:
+    """Settings that are fine for a run by itself, and not for one of several that are watched to their end."""
+    if settings.cluster.node_types:
+        raise ConfigError(["cluster.node_types is set, but the paper's results are of one type of node; leave it out"])
+    if settings.controller.kind is ControllerKind.slurm:
+        raise ConfigError(
+            ["controller is slurm, but this command waits for its runs itself; leave it out, or submit jobs/*.sbatch"]
         )
 
 
