@@ -186,6 +186,11 @@ def test_a_wrong_command_is_answered_in_one_message(tmp_path: Path, arguments: l
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_command_that_is_asked_for_help_gives_it(tmp_path: Path):
+    """Behind a command as well as alone."""
+    assert tula(tmp_path, "attach", "--help").stdout == tula(tmp_path, "--help").stdout
+
+
 def test_help_shows_every_command_and_every_choice(tmp_path: Path):
     """--help names the commands, the groups and the experiments; `settings` the keys with their meaning."""
     shown = tula(tmp_path, "--help").stdout

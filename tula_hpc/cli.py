@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     if os.getcwd() not in sys.path:  # `python -m` puts it there, the console command does not
         sys.path.insert(0, os.getcwd())
     try:
-        if verb in ("-h", "--help", "help"):
+        if verb == "help" or {"-h", "--help"} & set(arguments):
             print(HELP.format(version=__version__, groups=_groups(), methods=_methods()))
         elif verb == "--version":
             print(__version__)
