@@ -52,7 +52,8 @@ Examples
   python -m tula_hpc +experiment=resnet50_imagenet cluster=mysite --config-dir ~/tula data.root=/datasets
   python -m tula_hpc +experiment=resnet50_imagenet cluster=slurm controller=slurm data.root=/datasets
   python -m tula_hpc plan +experiment=resnet50_imagenet data=synthetic grid.max_nodes=8 objective=cost
-Hydra's own options, such as --cfg job (print the composed configuration), work as well.
+Hydra's own options, such as --cfg job (print the composed configuration), work as well. Exit codes: 0 done, 1 the run
+failed, 2 the command is wrong and nothing was submitted, 3 another controller works on the run.
 """
 
 

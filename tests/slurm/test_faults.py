@@ -318,7 +318,7 @@ def test_two_controllers_at_once(tula: Tula):
     second = Tula(tula.folder, tula.overrides)
     second.start()
     code, text = second.end()
-    assert code == 1
+    assert code == 3
     assert f"process {tula.process.pid}" in text  # type: ignore[union-attr]
     assert "attach" in text
     tula.switch_off("hold")
