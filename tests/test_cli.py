@@ -275,7 +275,7 @@ def test_bring_your_own_as_the_readme_says(tmp_path: Path):
     for name, start in (("workload", "# conf/workload/spirals.yaml"), ("experiment", "# @package _global_")):
         (tmp_path / "conf" / name).mkdir(parents=True)
         (tmp_path / "conf" / name / "spirals.yaml").write_text(readme_block(start))
-    command = readme_block("python -m tula_hpc --config-dir").split()[3:]
+    command = readme_block("python -m tula_hpc --config-dir conf +experiment=spirals").split()[3:]
     run = finished_run(tula(tmp_path, *command, "cluster=local"))
     assert read_json(run.train_result)["test_top1"] > 80
 
