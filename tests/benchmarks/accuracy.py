@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from tests.benchmarks import accuracy_methods
 from tula_hpc.optim.schedules import lr_factor
+from tula_hpc.ranks.workloads import resnet18_32px
 
 SMALL_BATCH = 128
 
@@ -58,13 +59,6 @@ def _torchvision(name: str) -> Callable[[int], nn.Module]:
         return getattr(models, name)(num_classes=num_classes)
 
     return build
-
-
-def resnet18_32px(num_classes: int) -> nn.Module:
-    """ResNet18 whose first layer fits images of 32 pixels: 3x3, no stride, no pooling."""
-    model: Any = _torchvision("resnet18")(num_classes)
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return model
 
 
 TASKS = {

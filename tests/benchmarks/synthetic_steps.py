@@ -46,6 +46,12 @@ TRAININGS = (
 )  # fmt: skip
 
 
+def exchange_s(training: Training, num_nodes: int, gradient_bytes: float) -> float:
+    """So many bytes averaged over a ring, by themselves; nothing on one node."""
+    share = 2 * (num_nodes - 1) / num_nodes
+    return share * gradient_bytes / training.bytes_per_s + 2 * (num_nodes - 1) * training.hop_s
+
+
 def step_s(training: Training, num_nodes: int, batch: int, synchronises: bool = True) -> float:
     """The time of a step on `num_nodes` ranks, a batch each."""
     forward = [max(training.launch_s, batch * s) for s in training.sample_s]
@@ -54,18 +60,8 @@ def step_s(training: Training, num_nodes: int, batch: int, synchronises: bool = 
         now += 2 * forward[layer]
         filled += training.layer_bytes[layer]
         if synchronises and num_nodes > 1 and (filled >= BUCKET_BYTES or layer == 0):
-            share = 2 * (num_nodes - 1) / num_nodes
-            exchange_s = share * filled / training.bytes_per_s + 2 * (num_nodes - 1) * training.hop_s
-            link_free, filled = max(now, link_free) + exchange_s, 0.0
+            link_free, filled = max(now, link_free) + exchange_s(training, num_nodes, filled), 0.0
     return max(now, link_free) + len(forward) * training.launch_s / 4
-
-
-def allreduce_s(training: Training, num_nodes: int) -> float:
-    """All gradients exchanged at once, by themselves."""
-    if num_nodes == 1:
-        return 0.0
-    share = 2 * (num_nodes - 1) / num_nodes
-    return share * sum(training.layer_bytes) / training.bytes_per_s + 2 * (num_nodes - 1) * training.hop_s
 
 
 def tables(seed: int = 0) -> dict[str, pd.DataFrame]:
@@ -77,7 +73,7 @@ def tables(seed: int = 0) -> dict[str, pd.DataFrame]:
         for num_nodes in (1, 2, 4, 8, 16):
             for batch in training.batches:
                 both, alone = (step_s(training, num_nodes, batch, s) for s in (True, False))
-                truth = both, alone, allreduce_s(training, num_nodes)
+                truth = both, alone, exchange_s(training, num_nodes, sum(training.layer_bytes))
                 measured, computed, exchanged = np.exp(noise.normal(0, NOISE, 3)) * truth
                 rows.append((num_nodes, 1, batch, measured, computed, max(0.0, measured - computed), exchanged))
         times = [f"{what}_s" for what in ("step_time", "compute_time", "sync_time", "allreduce")]

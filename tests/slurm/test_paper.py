@@ -33,12 +33,6 @@ def slurm_settings() -> SlurmSettings:
     return SlurmSettings(requeue_wait_s=10)
 
 
-@pytest.fixture(autouse=True)
-def left_empty(slurm: ThrowawaySlurm):
-    yield
-    slurm.cancel_all()
-
-
 def submit(folder: Path, name: str) -> str:
     """The id of a result's job; the small controllers share one host, and leave the others to what they submit."""
     answer = subprocess.run(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
 from tula_hpc.paper import published
 from tula_hpc.paper.drawing import Panel, Series
-from tula_hpc.paper.findings import Findings, Result, gradients, metrics, models, result
+from tula_hpc.paper.findings import Findings, Folders, Result, gradients, metrics, result
 from tula_hpc.paper.scales import Run, Scale
-from tula_hpc.runs import RunFolder
-
-Folders = Mapping[Run, RunFolder]
 
 EARLY_SHARE = 0.1
 """Of a training's steps; what the paper calls early iterations."""
@@ -26,12 +21,12 @@ SEVERAL_STEPS = 200
 
 def _plain(scale: Scale) -> list[Run]:
     return [scale.training(m, batch, "lbt", seed)
-            for m, _ in models(scale) for batch in scale.batches[m] for seed in range(scale.seeds)]  # fmt: skip
+            for m in published.MODELS for batch in scale.batches[m] for seed in range(scale.seeds)]  # fmt: skip
 
 
 def _against_batch(scale: Scale, folders: Folders) -> Findings:
     rows = []
-    for model, name in models(scale):
+    for model, name in published.MODELS.items():
         for batch in scale.batches[model]:
             ends = _ends(folders, [scale.training(model, batch, "lbt", seed) for seed in range(scale.seeds)])
             if len(ends):
@@ -229,19 +224,19 @@ def _static_scaling(scale: Scale, folders: Folders) -> Findings:
         if len(plain) and len(scaled):
             better = int((scaled["test_top1"] > plain["test_top1"].iloc[0]).sum())
             claims[f"static-{model}"] = f"{better} of {len(scaled)}"
-        panels.append(_densities(published.MODELS[model], scaled))
+        panels.append(_shares_scaled(published.MODELS[model], scaled))
     return Findings(
         table,
         panels,
         claims,
         [
             "The paper draws kernel densities of the factor over iterations; a factor is 1 or s, so the share of the "
-            " steps that were scaled says the same.",
+            "steps that were scaled says the same.",
         ],
     )
 
 
-def _densities(name: str, scaled: pd.DataFrame) -> Panel:
+def _shares_scaled(name: str, scaled: pd.DataFrame) -> Panel:
     """Which share of the steps was scaled, for each factor."""
     bars = Series("", list(range(len(scaled))), list(scaled["scaled_steps_percent"]), "bars")
     return Panel(name, "", "steps scaled (%)", [bars], x_names=[f"s = {s}" for s in scaled["s"]])
@@ -277,7 +272,7 @@ METHODS = ("lbt", "lars", "polo", "lrs_linear", "ags_paper", "ags")
 
 
 def _rows(scale: Scale) -> list[tuple[str, str, int]]:
-    return [(model, name, batch) for model, name in models(scale) for batch in scale.table1[model]]
+    return [(model, name, batch) for model, name in published.MODELS.items() for batch in scale.table1[model]]
 
 
 def _table_runs(scale: Scale) -> list[Run]:

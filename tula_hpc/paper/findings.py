@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tula_hpc.paper.published import MODELS
 from tula_hpc.paper.scales import Run, Scale
 from tula_hpc.runs import RunFolder, read_json
+
+Folders = Mapping[Run, RunFolder]
+"""The runs of a result that ended well, and where they are."""
 
 if TYPE_CHECKING:
     from tula_hpc.paper.drawing import Panel
@@ -36,14 +38,8 @@ class Result:
     title: str
     runs: Callable[[Scale], list[Run]]
     """The command lines it is made of; the same one may stand there twice."""
-    find: Callable[[Scale, Mapping[Run, RunFolder]], Findings]
+    find: Callable[[Scale, Folders], Findings]
     """Makes it of the folders of those that ended well."""
-
-
-def models(scale: Scale, profiled: bool = True) -> Iterator[tuple[str, str]]:
-    """The paper's models and what they are called."""
-    known = scale.profiled if profiled else scale.trained
-    yield from ((model, name) for model, name in MODELS.items() if model in known)
 
 
 def candidates(run: RunFolder) -> pd.DataFrame:

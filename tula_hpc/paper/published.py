@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 MODELS = {"resnet50": "ResNet50", "vgg11": "VGG11", "alexnet": "AlexNet", "mobilenetv3": "MobileNetV3"}
 
-METHODS = {"lbt": "LBT", "lars": "LARS", "polo": "PoLo", "lrs_linear": "LRS", "ags_paper": "Tula"}
-"""Our name of a method -> Table I's column."""
-
 TABLE1: dict[str, dict[int, dict[str, float]]] = {
     "resnet50": {
         1024: {"lbt": 79.67, "lars": 83.26, "polo": 74.03, "lrs_linear": 83.33, "ags_paper": 85.28},

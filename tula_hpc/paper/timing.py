@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,14 @@ from tula_hpc.models.search import SearchMode, next_round
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.paper import published
 from tula_hpc.paper.drawing import Panel, Series
-from tula_hpc.paper.findings import Findings, Result, candidates, largest_clusters, models, points
+from tula_hpc.paper.findings import Findings, Folders, Result, candidates, largest_clusters, points
 from tula_hpc.paper.scales import Run, Scale
 from tula_hpc.prices import prices_of
 from tula_hpc.runs import RunFolder, read_json
 
-Folders = Mapping[Run, RunFolder]
-
 
 def _full(scale: Scale) -> list[Run]:
-    return [scale.profile(model) for model, _ in models(scale)]
+    return [scale.profile(model) for model, _ in published.MODELS.items()]
 
 
 def _measured(run: RunFolder) -> pd.DataFrame:
@@ -38,7 +35,7 @@ def _measured(run: RunFolder) -> pd.DataFrame:
 
 def _each(scale: Scale, folders: Folders, *more: str) -> list[tuple[str, str, RunFolder]]:
     """The models whose run ended well: key, name and folder."""
-    found = [(model, name, folders.get(scale.profile(model, *more))) for model, name in models(scale)]
+    found = [(model, name, folders.get(scale.profile(model, *more))) for model, name in published.MODELS.items()]
     return [(model, name, folder) for model, name, folder in found if folder is not None]
 
 
@@ -194,7 +191,7 @@ _BY_MEMORY = ("objective=cost", "pricing=memory")
 
 
 def _by_memory(scale: Scale) -> list[Run]:
-    return [scale.profile(model, *_BY_MEMORY) for model, _ in models(scale)]
+    return [scale.profile(model, *_BY_MEMORY) for model, _ in published.MODELS.items()]
 
 
 def _memory_prices(scale: Scale, folders: Folders) -> Findings:
