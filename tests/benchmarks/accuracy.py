@@ -199,12 +199,8 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
             chosen = order[step * batch : (step + 1) * batch]
             inputs, targets = _normal(_augmented(images[chosen], size)), classes[chosen]
             method.set_lr(schedule(epoch + step / steps))
-            with torch.autocast("cuda", torch.bfloat16):
-                outputs = model(inputs)
-            loss = loss_fn(outputs.float(), targets)
-            loss.backward()
-            method.step(inputs, targets, is_last_of_epoch=step == steps - 1)
-        losses.append(loss.detach())
+            loss = method.train_step(inputs, targets, is_last_of_epoch=step == steps - 1)
+        losses.append(loss)
         if time.time() > until:
             return None
         if not math.isfinite(float(losses[-1])):

@@ -6,6 +6,7 @@ the relative size of each tensor's update. `METHODS` says what each word does.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -31,8 +32,10 @@ class Method:
         self.ratio = batch / small
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.matrices = [p for p in self.params if p.ndim > 1]
+        self.is_matrix = torch.tensor([p.ndim > 1 for p in self.params], device=self.params[0].device)
         multiplier, self.rules = 1.0, []
         self.trust, self.tula, self.fresh, self.steps = None, None, None, 0
+        self.shuffles, self.tau, self.follow, self.factor = False, 0.005, 0.0, 1.0
         self.usual = self.mean_factor = None
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
         self.inner, self.optimizer = inner, inner
@@ -48,8 +51,14 @@ class Method:
                 multiplier *= value or 1.0
             elif word in RULES:
                 self.rules.append((RULES[word], value))
-            elif word == "lars":
+            elif word == "lars":  # without a number the published rate, between 2 at 512 and 10 at 4096
                 self.trust = value or 0.001
+                if value is None:
+                    multiplier = 2 * (batch / 512) ** (math.log(5) / math.log(8)) / lr
+            elif word in ("tau", "follow"):
+                setattr(self, word, value)
+            elif word == "shuffle":
+                self.shuffles = True
             elif word in ("ags_paper", "ags_tensor", "ags_global"):
                 make = TulaOptimizer.paper if word == "ags_paper" else TulaOptimizer
                 options: dict[str, Any] = {} if word == "ags_paper" else {"granularity": word.split("_")[1]}
@@ -58,7 +67,7 @@ class Method:
             elif word in ("fresh_tensor", "fresh_global"):
                 self.fresh = Fresh(self, word == "fresh_global", value or 1.0)
                 self.rules.append((self.fresh.rule, None))
-            elif word != "lbt":
+            elif word not in ("lbt", "polo"):
                 raise ValueError(f"{word!r} is no rule")
         self.multiplier = multiplier
         if self.trust is not None:  # decay is part of the layer-wise rate
@@ -66,15 +75,33 @@ class Method:
             inner.param_groups[0]["weight_decay"] = 0.0
 
     def set_lr(self, factor: float) -> None:
+        """The rate of the coming step, `factor` being the schedule's share of the tuned one."""
+        self.factor = factor
         self.rate = self.lr * self.multiplier * factor
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
 
-    def step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> None:
+    def train_step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> Tensor:
+        """One step on a batch; its loss."""
+        loss = self._loss(self.model, inputs, targets)
+        loss.backward()
+        self._step(inputs, targets, is_last_of_epoch)
+        return loss.detach()
+
+    def _loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = model(inputs)
+        return self.loss_fn(outputs.float(), targets)
+
+    def _step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> None:
         """After backward: change the gradients, then the weights."""
         if self.tula is not None and is_last_of_epoch:
             with torch.autocast("cuda", torch.bfloat16):
                 self.tula.refresh(self.model, self.loss_fn, inputs, targets)
+            if self.shuffles and self.tula._pending is not None:
+                self.tula._pending = [
+                    e.flatten()[torch.randperm(e.numel(), device=e.device)].view_as(e) for e in self.tula._pending
+                ]
         with torch.no_grad():
             if self.fresh is not None:
                 self.fresh.look(inputs, targets)
@@ -113,10 +140,9 @@ def cap(method: Method, tau: float | None) -> None:
     tau = tau or 0.005
     grads = [p.grad for p in method.params]
     w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
-    is_matrix = torch.tensor([p.ndim > 1 for p in method.params], device=w.device)
     each = tau * w / (method.rate * g + 1e-12)
     whole = tau * w.norm() / (method.rate * g.norm() + 1e-12)
-    method.multiply(list(torch.where(is_matrix, each, whole).clamp(max=1.0).unbind()))
+    method.multiply(list(torch.where(method.is_matrix, each, whole).clamp(max=1.0).unbind()))
 
 
 def capall(method: Method, tau: float | None) -> None:
@@ -128,15 +154,26 @@ def capall(method: Method, tau: float | None) -> None:
 
 
 def band(method: Method, share: float | None) -> None:
-    """`cap` at 0.005, and at least `share` of it: small gradients are raised, at most tenfold."""
+    """A tensor's update is at most `tau` of its weights, and at least `share` of that: small gradients are raised, at
+    most tenfold. Both bounds follow the schedule's decays to the power of `follow`.
+    """
     share = share or 0.1
     grads = [p.grad for p in method.params]
+    tau = method.tau * method.factor**method.follow
     w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
-    is_matrix = torch.tensor([p.ndim > 1 for p in method.params], device=w.device)
-    each = 0.005 * w / (method.rate * g + 1e-12)
-    whole = 0.005 * w.norm() / (method.rate * g.norm() + 1e-12)
-    most = torch.where(is_matrix, each, whole)
+    each = tau * w / (method.rate * g + 1e-12)
+    whole = tau * w.norm() / (method.rate * g.norm() + 1e-12)
+    most = torch.where(method.is_matrix, each, whole)
     method.multiply(list(torch.minimum(most, (share * most).clamp(1.0, 10.0)).unbind()))
+
+
+def agc(method: Method, share: float | None) -> None:
+    """The gradient of a tensor is at most `share` of its weights, whatever the rate; biases and norms as `cap` does."""
+    share = share or 0.01
+    grads = [p.grad for p in method.params]
+    w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
+    each, whole = share * w / (g + 1e-12), share * w.norm() / (g.norm() + 1e-12)
+    method.multiply(list(torch.where(method.is_matrix, each, whole).clamp(max=1.0).unbind()))
 
 
 def clip(method: Method, times: float | None) -> None:
@@ -158,6 +195,7 @@ RULES: dict[str, Callable[[Method, float | None], None]] = {
     "cap": cap,
     "capall": capall,
     "band": band,
+    "agc": agc,
     "clip": clip,
     "norm": norm,
 }
@@ -199,11 +237,66 @@ class Fresh:
         method.multiply(gain if self.whole else list(gain.unbind()))
 
 
+class PostLocal(Method):
+    """Post-local SGD on `WORKERS` simulated ranks, as `method=polo`: synchronous in the warm-up, then each rank steps
+    by itself on its share of the batch, and models are averaged four times an epoch.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.copies: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+        self.since_epoch = 0
+
+    def train_step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> Tensor:
+        if self.factor < 1 and not self.copies:
+            return super().train_step(inputs, targets, is_last_of_epoch)
+        if not self.copies:
+            for _ in range(WORKERS):
+                model, inner = copy.deepcopy(self.model), self.inner
+                sgd = torch.optim.SGD(model.parameters(), fused=True, **_of(inner))
+                for mine, its in zip(model.parameters(), self.params, strict=True):
+                    sgd.state[mine] = {k: v.clone() for k, v in inner.state[its].items() if v is not None}
+                self.copies.append((model, sgd))
+        losses = []
+        for (model, sgd), x, y in zip(self.copies, inputs.chunk(WORKERS), targets.chunk(WORKERS), strict=True):
+            sgd.param_groups[0]["lr"] = self.rate
+            losses.append(self._loss(model, x, y))
+            losses[-1].backward()
+            sgd.step()
+            sgd.zero_grad(set_to_none=True)
+        self.steps, self.since_epoch = self.steps + 1, self.since_epoch + 1
+        if is_last_of_epoch or self.since_epoch % self.period == 0:
+            self._average()
+        if is_last_of_epoch:
+            self.period, self.since_epoch = max(1, self.since_epoch // 4), 0
+        return torch.stack(losses).mean().detach()
+
+    period = 4
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """The mean of the copies' weights and buffers, in all of them and in the model."""
+        parts = [[t for t in m.state_dict().values() if t.is_floating_point()] for m, _ in self.copies]
+        mean = [torch.stack(same).mean(0) for same in zip(*parts, strict=True)]
+        own = [t for t in self.model.state_dict().values() if t.is_floating_point()]
+        for part in (*parts, own):
+            torch._foreach_copy_(part, mean)
+
+
+WORKERS = 8
+
+
+def _of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    group = optimizer.param_groups[0]
+    return {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+
+
 def build(
     name: str, model: nn.Module, loss_fn: LossFn, lr: float, weight_decay: float, batch: int, small: int
 ) -> Method:
     """The method of that name for one training."""
-    return Method(name, model, loss_fn, lr, weight_decay, batch, small)
+    kind = PostLocal if name == "polo" else Method
+    return kind(name, model, loss_fn, lr, weight_decay, batch, small)
 
 
 _ALEXNET, _VGG, _RESNET = {"alexnet": (256, 512, 1024)}, {"vgg11": (4096,)}, {"resnet18": (4096,)}
@@ -223,3 +316,38 @@ PLANS["explore"] = [  # long and short ones in turn, so that processes that shar
     )
     for tasks, methods in (long, (_ALEXNET, short))
 ] + [({"alexnet": (128,), "vgg11": (128,), "resnet18": (128,)}, ("lbt",), (0,))]
+
+_A, _V, _R, _M = {"alexnet": (1024, 512)}, {"vgg11": (4096,)}, {"resnet18": (4096,)}, {"mobilenetv3": (4096,)}
+_BAND, _HALF = "lin+band0.1", "lin+band0.1+follow0.5"
+
+PLANS["explore2"] = [  # what the first look favoured, on all models
+    (tasks, methods, (0,))
+    for tasks, methods in (
+        (_V, (_BAND,)),
+        (_R, ("lin", _BAND)),
+        (_A, (_HALF, "lin+band0.3")),
+        (_M, ("lin",)),
+        (_V, (_HALF,)),
+        (_A, ("lin+norm1", "lin+band0.3+follow0.5", "lin+band1+follow1")),
+        (_R, (_HALF, "lbt")),
+        (_M, (_BAND, _HALF)),
+        (_A, ("lars", "lin+band0.1+tau0.01")),
+        (_V, ("lin+band0.3+follow0.5", "lars")),
+        (_A, ("lin+agc0.05", "lin+norm1+band0.1", "lin+band0.1+follow1")),
+        (_R, ("lin+norm1", "lars")),
+        (_M, ("lbt", "lars", "lin+norm1")),
+        (_V, ("lin+agc0.05",)),
+    )
+]
+PLANS["explore3"] = [
+    (tasks, methods, (0,))
+    for tasks, methods in (
+        (_A, ("ags_paper", "ags_paper+shuffle", "polo", "lin+band0.1+tau0.0025")),
+        (_V, ("lin+band0.1+tau0.01", "ags_paper")),
+        (_R, ("lin+band0.1+tau0.01", "sqrt")),
+        (_M, ("sqrt", "lin+band0.1+tau0.01")),
+        (_A, ("lin+band0.3+tau0.01", "lin+band0.3+tau0.01+follow0.5", "lin+band0.1+tau0.02")),
+        (_R, ("polo",)),
+        (_V, ("polo",)),
+    )
+]
