@@ -351,3 +351,32 @@ PLANS["explore3"] = [
         (_V, ("polo",)),
     )
 ]
+
+PLANS["explore4"] = [
+    (tasks, methods, (0,))
+    for tasks, methods in (
+        (_M, ("lbt", "lin+band0.3")),
+        (_R, ("sqrt", "lin+band0.3", "lbt")),
+        (_V, ("lin+band0.3",)),
+        (_A, ("sqrt+band0.3", "lin+band0.3+tau0.0025")),
+        (_M, (_BAND, "sqrt")),
+        (_R, ("sqrt+band0.1", _HALF, "lin+band0.1+tau0.0025")),
+        (_V, ("sqrt+band0.1", "lin+band0.3+tau0.0025")),
+        (_A, ("lin+band0.5", "sqrt+band0.1")),
+        (_M, ("sqrt+band0.3", "lin+band0.3+follow0.5")),
+        (_R, ("sqrt+band0.3", "lin+band0.3+tau0.0025")),
+        (_V, ("sqrt+band0.3", "lin+band0.1+tau0.0025")),
+        (_R, ("lars", "sqrt+band0.1+follow0.5")),
+        (_M, ("lars", "lin+band0.1+tau0.0025")),
+        (_V, ("lars", "ags_paper")),
+        (_A, ("lin+band0.5+tau0.01",)),
+    )
+]
+_ROWS = {"alexnet": (256, 512, 1024)}
+PLANS["rivals"] = [
+    ({"alexnet": (1024,)}, ("polo",), (0, 1, 2)),
+    (_ROWS, ("lbt", "lin", "sqrt", "lin+band0.3", "lars", "ags_paper"), (0, 1, 2)),
+    (_ROWS, ("polo", "lbt+times4", "ags_paper+shuffle", "sqrt+times0.72", "lin+band0.1"), (0, 1, 2)),
+    ({"vgg11": (4096,), "resnet18": (4096,), "mobilenetv3": (4096,)}, ("lbt", "sqrt"), (1, 2)),
+    ({"alexnet": (128,), "resnet18": (128,), "mobilenetv3": (128,), "vgg11": (128,)}, ("lbt",), (0, 1, 2)),
+]
