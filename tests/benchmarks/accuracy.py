@@ -12,6 +12,7 @@ of them. All runs have five warm-up epochs, drop the last batch of an epoch if i
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import io
 import itertools
@@ -36,6 +37,8 @@ from tula_hpc.optim.schedules import lr_factor
 from tula_hpc.ranks.workloads import resnet18_32px
 
 SMALL_BATCH = 128
+GRACE_S = 15.0
+"""For the epoch that the end of the time falls into."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,7 @@ def read(files: list[Path]) -> list[dict[str, Any]]:
 
 def work(plan: list[dict[str, Any]], folder: Path, claims: Path, until: float) -> None:
     """One process: the next run that nobody has claimed, until there is none or the time is over."""
+    faulthandler.dump_traceback_later(max(1.0, until + GRACE_S / 2 - time.time()))  # tells where it hangs
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     data: dict[str, dict[str, Split]] = {}
@@ -301,7 +305,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
         for _, gpu in itertools.product(range(arguments.per_gpu), arguments.gpus.split(","))
     ]
     for process in workers:
-        process.wait()
+        try:
+            process.wait(max(1.0, until + GRACE_S - time.time()))
+        except subprocess.TimeoutExpired:  # one that hangs is not to cost what the others found
+            process.kill()
     arguments.records.parent.mkdir(parents=True, exist_ok=True)
     with arguments.records.open("a") as file:
         for found in sorted(claims.glob("*.jsonl")):
