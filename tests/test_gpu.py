@@ -19,6 +19,7 @@ from tula_hpc.control.local import LocalScheduler
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.runs import RunFolder, read_json
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -94,6 +95,26 @@ def test_a_step_does_not_wait_for_the_gpu(granularity: str, options: dict[str, A
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_bounded_step_does_not_wait_for_the_gpu(fused: bool):
+    """Nor does the default method's, whose scales depend on the weights."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 16), torch.nn.BatchNorm1d(16)).cuda()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused)
+    optimizer = BoundedOptimizer(sgd, global_batch=64, small_batch=8)
+    inputs, targets = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(10, (64,), device="cuda")
+    for mode in ("default", "default", "error"):
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            optimizer.step()
+            mean = optimizer.mean_scale
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
+    assert torch.isfinite(torch.as_tensor(mean))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

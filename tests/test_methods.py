@@ -99,7 +99,8 @@ def test_two_ranks_learn_together_and_stay_alike(make: Make, two_ranks: Run, tmp
     assert_same(parameters, dict(models_parameters(second)))
     result = read_json(run.train_result)
     assert result["test_top1"] > 80
-    scaled = {"lrs_linear": 0.02 * 64 / 16, "lrs_sqrt": 0.02 * 2, "lars": 2 * 64 / 16}
+    linear = 0.02 * 64 / 16
+    scaled = {"ags": linear, "lrs_linear": linear, "lrs_sqrt": 0.02 * 2, "lars": 2 * 64 / 16}
     assert result["method"] == method
     assert result["base_lr"] == pytest.approx(scaled.get(method, 0.02))
     assert result["averaging_period_steps"] == (2 if method == "polo" else None)  # 8 steps an epoch, 4 averagings
@@ -211,9 +212,19 @@ def test_a_relaunch_with_a_smaller_batch_has_its_rate(make: Make, two_ranks: Run
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["method=lbt", "method.gate=off"], ["method.gate is off", "for method=ags", "the method is lbt", "leave"]),
+        (
+            ["method=lbt", "method.gate=off"],
+            ["method.gate is off", "for method=ags_measured", "the method is lbt", "leave"],
+        ),
+        (["method=ags", "method.gate=off"], ["method.gate is off", "for method=ags_measured", "the method is ags"]),
+        (["method=ags_measured", "method.step_cap=0.01"], ["method.step_cap is 0.01", "for method=ags,"]),
+        (["method=ags", "method.step_floor=0.01"], ["step_floor is 0.01", "between 0 and method.step_cap=0.005"]),
+        (["method=ags", "method.step_cap=0", "method.step_floor=0"], ["method.step_cap is 0", "greater than 0"]),
         (["method=ags", "method.lars_lr=1"], ["method.lars_lr is 1.0", "method=lars"]),
-        (["method=ags_paper", "method.granularity=tensor"], ["method.granularity is tensor", "for method=ags,"]),
+        (
+            ["method=ags_paper", "method.granularity=tensor"],
+            ["method.granularity is tensor", "for method=ags_measured,"],
+        ),
         (["method=lars", "method.sync_per_epoch=2"], ["method.sync_per_epoch is 2", "method=polo"]),
         (["method=lars", "method.lars_lr=0"], ["method.lars_lr is 0", "greater than 0"]),
         (["method=polo", "method.local_from_epoch=-1"], ["method.local_from_epoch is -1", "0 or greater"]),
@@ -259,7 +270,7 @@ def test_help_says_which_methods_a_setting_is_for():
     help_texts = {line.split(" = ")[0]: line for line in describe_settings()}
     for field in dataclasses.fields(MethodSettings):
         readers = methods.readers(field.name)
-        if readers not in (tuple(MethodKind), (MethodKind.ags,)):
+        if readers not in (tuple(MethodKind), (MethodKind.ags_measured,)):
             first_sentence = help_texts[f"method.{field.name}"].split("   ")[1].split(":")[0]
             *others, last = (f"`{kind.name}`" for kind in readers)
             assert first_sentence == f"For {', '.join(others)}{' and ' if others else ''}{last}"
@@ -275,6 +286,7 @@ def test_methods_that_differ_in_their_rate_share_measurements(tiny_settings: Mak
 @pytest.mark.parametrize(
     ("method", "batch", "ranks", "words"),
     [
+        ("ags", 1024, 4, "learning rate 0.4 at a global batch of 1024: 0.05 was tuned for 128"),
         ("lrs_linear", 1024, 4, "learning rate 0.4 at a global batch of 1024: 0.05 was tuned for 128"),
         ("lars", 512, 4, "learning rate 0.2 at a global batch of 512"),
         ("ags_paper", 128, 4, "adaptive gradient scaling has nothing to do at a global batch of 128"),
@@ -287,7 +299,7 @@ def test_what_a_user_would_not_expect_is_noted(tiny_settings: Make, method: str,
     assert words in note
 
 
-@pytest.mark.parametrize("method", ["ags", "lbt", "polo"])
+@pytest.mark.parametrize("method", ["ags_measured", "lbt", "polo"])
 def test_nothing_is_noted_where_all_is_as_expected(tiny_settings: Make, method: str):
     """A method that works with the rate as it is goes without a note."""
     assert methods.notes(tiny_settings(f"method={method}"), 1024, 4) == []

@@ -88,7 +88,7 @@ def test_a_language_model_by_adamw_goes_on_as_if_it_had_not_been_stopped(tmp_pat
         assert torch.equal(tensor, other["model"][name]), name
 
 
-@pytest.mark.parametrize("method", ["ags", "ags_paper"])
+@pytest.mark.parametrize("method", ["ags_measured", "ags_paper"])
 def test_gradient_scaling_around_adamw_is_warned_about(tiny_settings: Make, method: str):
     """In the job's log by the optimizer; to the user when the batch is chosen, and in the report."""
     settings = tiny_settings("training.optimizer=adamw", f"method={method}")
@@ -103,12 +103,16 @@ def test_gradient_scaling_around_adamw_is_warned_about(tiny_settings: Make, meth
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["method=ags", "training.optimizer=adamw"], ["optimizer is adamw", "bounds are those of SGD's", "lrs_sqrt"]),
         (["method=lars", "training.optimizer=adamw"], ["optimizer is adamw", "LARS is an optimizer itself", "sgd"]),
         (
             ["method=polo", "training.optimizer=adamw", "training.warmup_epochs=1"],
             ["averages SGD's momentum", "method=lrs_sqrt"],
         ),
-        (["training.optimizer=adamw", "training.momentum=0.8"], ["training.momentum is 0.8", "optimizer=adamw"]),
+        (
+            ["training.optimizer=adamw", "method=lbt", "training.momentum=0.8"],
+            ["training.momentum is 0.8", "optimizer=adamw"],
+        ),
         (["training.betas=[0.9,0.95]"], ["training.betas is [0.9, 0.95]", "optimizer=sgd does not read"]),
         ([*ADAMW, "training.betas=[0.9,1]"], ["training.betas is [0.9, 1.0]", "[0, 1)"]),
         ([*ADAMW, "training.betas=[0.9]"], ["training.betas is [0.9]", "two weights"]),
@@ -128,10 +132,13 @@ def test_adamw_is_timed_by_itself(tiny_settings: Make):
     assert measurement_signature(sgd) != measurement_signature(adamw)
 
 
-@pytest.mark.parametrize(("method", "sizes"), [("ags", {True: 7, False: 6}), ("ags_paper", {True: 13})])
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [("ags", {True: 7, False: 6}), ("ags_measured", {True: 7, False: 6}), ("ags_paper", {True: 13})],
+)
 def test_named_parameters_are_left_unscaled(tiny_settings: Make, tmp_path: Path, method: str, sizes: dict):
-    """`method=ags` keeps the five biases and the first weight in a group of their own, by the names they have without
-    DDP; the printed algorithm scales all."""
+    """`ags` and `ags_measured` keep the five biases and the first weight in a group of their own, by the names they
+    have without DDP; the printed algorithm scales all."""
     settings = tiny_settings(f"method={method}", "workload.unscaled=['*.bias','0.weight']")
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

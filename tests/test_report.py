@@ -195,6 +195,8 @@ def train(run: RunFolder, settings: Settings, epochs: int, relaunched_at: int | 
             "epoch_s": float(1.05 * step_s * candidate.steps_per_epoch(settings.train_samples)),
         }
         if settings.method.kind is MethodKind.ags:
+            line |= {"mean_scale": 2.0 + noise, "raised_fraction": 0.5, "lowered_fraction": 0.25}
+        elif settings.method.kind.measures_scales:
             line |= {
                 "gradient_variability": float(0.9 * np.exp(-4 * progress) + 0.1 * rng.random()),
                 "mean_scale": float(1.5 + 0.4 * progress + 0.05 * noise),
@@ -402,6 +404,7 @@ def test_unknown_numbers_leave_a_report(tmp_path: Path) -> None:
     [
         (MethodKind.lrs_linear, ["lrs_linear: learning rate in", "0.05 for batch 32", "learning rate {base_lr:g}"]),
         (MethodKind.polo, ["polo: post-local SGD", "method polo, learning rate 0.05, models averaged every 8 steps"]),
+        (MethodKind.ags, ["each tensor's step bounded, to 0.15% to 0.50% of its weights", "learning rate {base_lr:g}"]),
         (MethodKind.ags_paper, ["as printed (Algorithm 1), towards batch 32", "method ags_paper, learning rate 0.05"]),
     ],
 )

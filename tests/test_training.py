@@ -72,7 +72,7 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
 
 
 FRESH = (
-    "method=ags",
+    "method=ags_measured",
     "method.small_batch=16",
     "method.granularity=tensor",
     "method.gate=off",
@@ -82,7 +82,11 @@ FRESH = (
 )
 
 
-@pytest.mark.parametrize("method", [("method=ags",), ("method=lbt",), FRESH], ids=["ags", "lbt", "fresh"])
+@pytest.mark.parametrize(
+    "method",
+    [("method=ags",), ("method=ags_measured",), ("method=lbt",), FRESH],
+    ids=["ags", "measured", "lbt", "fresh"],
+)
 def test_resuming_in_an_epoch_changes_nothing(
     tiny_settings: Callable[..., Settings], tmp_path: Path, method: tuple[str, ...]
 ):
@@ -109,7 +113,7 @@ def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(
     tiny_settings: Callable[..., Settings], tmp_path: Path
 ):
     """A resume that finds its epoch finished evaluates it, and says that it does not know the training loss."""
-    settings = tiny_settings("training.warmup_epochs=0")
+    settings = tiny_settings("method=lbt", "training.warmup_epochs=0")
     run = RunFolder(tmp_path / "run")
     with pytest.raises(TimeIsUp):
         train(
@@ -234,7 +238,11 @@ def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Setting
 def test_the_learning_rate_follows_the_schedule(tiny_settings: Callable[..., Settings], tmp_path: Path):
     """Warm-up starts at a tenth and milestones count in epochs, whatever the batch."""
     settings = tiny_settings(
-        "training.epochs=4", "training.warmup_epochs=2", "training.milestones=[3]", "training.lr=0.1"
+        "method=lbt",
+        "training.epochs=4",
+        "training.warmup_epochs=2",
+        "training.milestones=[3]",
+        "training.lr=0.1",
     )
     run = RunFolder(tmp_path / "run")
     train(settings, Candidate(1, 64), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))

@@ -77,6 +77,7 @@ _POSITIVE = (
     "method.sync_per_epoch",
     "training.epochs",
     "training.lr",
+    "method.step_cap",
     "training.eps",
     "training.lr_decay",
     "training.eval_batch_per_rank",
@@ -150,6 +151,11 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
     if settings.method.scale_cap is not None and settings.method.scale_cap < 1:
         problems.append(f"method.scale_cap is {settings.method.scale_cap}; it must be at least 1, the unscaled step")
+    if not 0 <= settings.method.step_floor <= settings.method.step_cap:
+        problems.append(
+            f"method.step_floor is {settings.method.step_floor}; it must lie between 0 and method.step_cap="
+            f"{settings.method.step_cap}"
+        )
     betas = settings.training.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         problems.append(f"training.betas is {betas}; give two weights of the past in [0, 1), such as [0.9, 0.999]")
@@ -308,16 +314,22 @@ def _check_method(settings: Settings) -> list[str]:
     return found
 
 
+_SGD_ALONE = {
+    MethodKind.ags: "its bounds are those of SGD's step",
+    MethodKind.lars: "LARS is an optimizer itself",
+    MethodKind.polo: "post-local SGD averages SGD's momentum",
+}
+
+
 def _check_optimizer(settings: Settings) -> list[str]:
     """A method that brings an optimizer of its own, a setting of another optimizer."""
     hyper, method = settings.training, settings.method.kind
     if hyper.optimizer is OptimizerKind.sgd:
         others: tuple[str, ...] = ("betas", "eps")
-    elif method in (MethodKind.lars, MethodKind.polo):
-        own = "LARS is an optimizer itself" if method is MethodKind.lars else "post-local SGD averages SGD's momentum"
+    elif method in _SGD_ALONE:
         return [
-            f"training.optimizer is adamw and method.kind is {method.name}: {own}; use training.optimizer=sgd, or "
-            "AdamW with method=lrs_sqrt"
+            f"training.optimizer is adamw and method.kind is {method.name}: {_SGD_ALONE[method]}; use "
+            "training.optimizer=sgd, or AdamW with method=lrs_sqrt"
         ]
     else:
         others = ("momentum",)

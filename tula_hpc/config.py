@@ -78,6 +78,7 @@ class PricingKind(Enum):
 
 class MethodKind(Enum):
     ags = "ags"
+    ags_measured = "ags_measured"
     ags_paper = "ags_paper"
     lbt = "lbt"
     lrs_linear = "lrs_linear"
@@ -88,7 +89,11 @@ class MethodKind(Enum):
 
     @property
     def scales_gradients(self) -> bool:
-        return self in (MethodKind.ags, MethodKind.ags_paper, MethodKind.static)
+        return self in (MethodKind.ags, MethodKind.ags_measured, MethodKind.ags_paper, MethodKind.static)
+
+    @property
+    def measures_scales(self) -> bool:
+        return self in (MethodKind.ags_measured, MethodKind.ags_paper)
 
 
 class OptimizerKind(Enum):
@@ -276,7 +281,7 @@ class WorkloadSettings:
     """Different tokens, taken likewise. With it and `sequence_length`, synthetic data is sequences of tokens, with the
     next token at each place as target."""
     unscaled: list[str] = field(default_factory=list)
-    """Parameters whose gradients `method=ags` leaves as they are: patterns of names, with * and ?, such as
+    """Parameters whose gradients `ags` and `ags_measured` leave as they are: patterns of names, with * and ?, such as
     ['*norm*', '*embed*']. One that fits no parameter of the model is an error. `ags_paper` scales all, as printed."""
     data_files: list[str] = field(default_factory=list)
     """Paths below `data.root`; the data set is there if one of them is. Empty: nothing to check."""
@@ -400,17 +405,24 @@ class PricingSettings:
 @dataclass
 class MethodSettings:
     kind: MethodKind = MethodKind.ags
-    """`ags`: adaptive gradient scaling; `ags_paper`: its Algorithm 1 as printed; `lbt`: plain large-batch training;
-    `lrs_linear`, `lrs_sqrt`: the learning rate scaled by the batch, or by its square root; `lars`: a rate for each
-    layer, scaled by the batch; `polo`: post-local SGD; `static`: the gradients of steps that are not sensitive times a
-    constant. Choose by group, as in `method=polo`. A setting that is for other methods is refused; one that names none
-    is for `ags`."""
+    """`ags`: the learning rate scaled by the batch, and gradients so that each tensor's step is between two shares of
+    its weights; `ags_measured`: gradients times scales measured on a small batch; `ags_paper`: that as printed
+    (Algorithm 1); `lbt`: plain large-batch training; `lrs_linear`, `lrs_sqrt`: the learning rate scaled by the batch,
+    or by its square root; `lars`: a rate for each layer, scaled by the batch; `polo`: post-local SGD; `static`: the
+    gradients of steps that are not sensitive times a constant. Choose by group, as in `method=polo`. A setting that is
+    for other methods is refused; one that names none is for `ags_measured`."""
     small_batch: int = 128
-    """For any method: the global batch that the learning rate was tuned for. `ags` and `ags_paper` scale towards its
-    gradients; `lrs_linear`, `lrs_sqrt` and `lars` scale the rate by how much larger, or smaller, the batch is."""
+    """For any method: the global batch that the learning rate was tuned for. `ags_measured` and `ags_paper` scale
+    towards its gradients; `ags`, `lrs_linear`, `lrs_sqrt` and `lars` scale the rate by how much larger, or smaller, the
+    batch is."""
+    step_floor: float = 0.0015
+    """For `ags`: a step's share of a tensor's weights (learning rate x gradient, norms) below which the gradient is
+    lengthened, at most `scale_cap` times; 0: never."""
+    step_cap: float = 0.005
+    """For `ags`: the share above which it is shortened."""
     delta_threshold: float = 0.5
-    """For `ags`, `ags_paper` and `static`: gradient variability (Eq. 5) at which a step is sensitive and is left
-    unscaled."""
+    """For `ags_measured`, `ags_paper` and `static`: gradient variability (Eq. 5) at which a step is sensitive and is
+    left unscaled."""
     static_scale: float = 2.0
     """For `static`: what the gradients of steps that are not sensitive are multiplied by (s of Eq. 8)."""
     granularity: Granularity = Granularity.element
@@ -420,7 +432,7 @@ class MethodSettings:
     scale_floor: float | None = None
     """Smallest scale. Null: 1 / largest scale; the paper prints none, which is 0."""
     refresh_epochs: int = 1
-    """For `ags` and `ags_paper`: epochs between two measurements of the scales."""
+    """For `ags_measured` and `ags_paper`: epochs between two measurements of the scales."""
     refresh_samples: int = 1
     """Sub-batches averaged in each measurement."""
     refresh_steps: int | None = None
@@ -432,7 +444,8 @@ class MethodSettings:
     exponent: float = 1.0
     """Power of the ratio of norms: 1 as printed; 2 gives AdaScale's gain."""
     scale_cap: float | None = None
-    """Largest scale. Null: (global batch / small batch) to the power of exponent / 2."""
+    """For `ags` and `ags_measured`: largest scale. Null: 10 for `ags`, and (global batch / small batch) to the power of
+    exponent / 2 for the other."""
     lars_lr: float | None = None
     """For `lars`: the learning rate at `small_batch`. Null: `training.lr`, as in the paper, although LARS wants a rate
     of its own, often ten to a hundred times that of SGD."""
@@ -454,7 +467,8 @@ class TrainingSettings:
     """Learning rate tuned for `method.small_batch`, before the first milestone."""
     optimizer: OptimizerKind = OptimizerKind.sgd
     """`sgd`, or `adamw`: for `method=lbt` and `lrs_sqrt`, the rule of Adam's rate (arXiv 2205.10287). AdamW divides by
-    the size of the gradients, so under `ags` and `ags_paper` it undoes the scaling; `lars` and `polo` refuse it."""
+    the size of the gradients, so under `ags_measured` and `ags_paper` it undoes the scaling; `ags`, `lars` and `polo`
+    refuse it."""
     momentum: float = 0.9
     """For `sgd`, and for `method=lars`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])

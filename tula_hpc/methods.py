@@ -23,7 +23,8 @@ class Method:
 
 
 METHODS = {
-    MethodKind.ags: Method("adaptive gradient scaling"),
+    MethodKind.ags: Method("learning rate in proportion to the batch, each tensor's step bounded", "linear"),
+    MethodKind.ags_measured: Method("adaptive gradient scaling"),
     MethodKind.ags_paper: Method("adaptive gradient scaling as printed (Algorithm 1)"),
     MethodKind.lbt: Method("plain large-batch training"),
     MethodKind.lrs_linear: Method("learning rate in proportion to the batch", "linear"),
@@ -33,13 +34,16 @@ METHODS = {
     MethodKind.polo: Method("post-local SGD: synchronous in the warm-up, then local steps and averaged models"),
 }
 
-# Who reads a setting of `method`; the ones not named here are read by `ags` alone.
+# Who reads a setting of `method`; the ones not named here are read by `ags_measured` alone.
 _READERS: dict[str, tuple[MethodKind, ...]] = {
     "kind": tuple(MethodKind),
     "small_batch": tuple(MethodKind),
-    "delta_threshold": (MethodKind.ags, MethodKind.ags_paper, MethodKind.static),
+    "step_floor": (MethodKind.ags,),
+    "step_cap": (MethodKind.ags,),
+    "scale_cap": (MethodKind.ags, MethodKind.ags_measured),
+    "delta_threshold": (MethodKind.ags_measured, MethodKind.ags_paper, MethodKind.static),
     "static_scale": (MethodKind.static,),
-    "refresh_epochs": (MethodKind.ags, MethodKind.ags_paper),
+    "refresh_epochs": (MethodKind.ags_measured, MethodKind.ags_paper),
     "lars_lr": (MethodKind.lars,),
     "trust_coefficient": (MethodKind.lars,),
     "local_from_epoch": (MethodKind.polo,),
@@ -50,7 +54,7 @@ _READERS: dict[str, tuple[MethodKind, ...]] = {
 
 def readers(setting: str) -> tuple[MethodKind, ...]:
     """The methods that a field of `MethodSettings` is for."""
-    return _READERS.get(setting, (MethodKind.ags,))
+    return _READERS.get(setting, (MethodKind.ags_measured,))
 
 
 def tuned_lr(settings: Settings) -> float:
@@ -113,7 +117,7 @@ def notes(settings: Settings, global_batch: int, ranks: int) -> list[str]:
             "AdamW divides gradients by their own size, and so the scales of adaptive gradient scaling out again, "
             "except where they have just changed; to train a large batch with AdamW, use method=lrs_sqrt"
         ]
-    if method.kind in (MethodKind.ags, MethodKind.ags_paper) and global_batch <= method.small_batch:
+    if method.kind.measures_scales and global_batch <= method.small_batch:
         return [
             f"adaptive gradient scaling has nothing to do at a global batch of {global_batch}: the learning rate was "
             f"{tuned_for}"

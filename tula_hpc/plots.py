@@ -22,7 +22,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.candidates import Candidate, nodes_of
-from tula_hpc.config import Settings
+from tula_hpc.config import MethodKind, Settings
 from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.display import duration
 from tula_hpc.markup import MEMORY_PARTS
@@ -74,7 +74,9 @@ def draw(
             plots += [_of_type(plot, node_type) for plot in drawn]
         if metrics:
             plots.append(_training(metrics, settings))
-        if metrics and settings.method.kind.scales_gradients:
+        if metrics and settings.method.kind is MethodKind.ags:
+            plots.append(_bounds(metrics, settings))
+        elif metrics and settings.method.kind.scales_gradients:
             plots.append(_scaling(metrics, settings))
     return plots
 
@@ -421,6 +423,32 @@ def _scaling(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
         "At the end of each epoch: the variability of its last step, the mean of the scales in force, and the share of "
         "all steps so far that were scaled. A step whose variability reaches the threshold is left unscaled.",
         "Gradient variability, mean scale and share of scaled steps at the end of each epoch.",
+    )
+
+
+def _bounds(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
+    table = pd.DataFrame(metrics)
+    figure, panels = stacked_axes(2)
+    for column, colour, label in (("raised_fraction", 2, "lengthened"), ("lowered_fraction", 0, "shortened")):
+        if column in table:
+            values = 100 * table[column].astype(float)
+            panels[1].plot(table["epoch"], values, color=NODE_COLOURS[colour], label=label, **_points(table))
+    if "mean_scale" in table:
+        panels[0].plot(table["epoch"], table["mean_scale"], color=NODE_COLOURS[4], **_points(table))
+    panels[0].set_ylabel("mean scale")
+    panels[1].set_ylabel("tensors (%)")
+    panels[1].set_ylim(-4, 104)
+    legend(panels[1], panels[1].get_legend_handles_labels()[0])
+    _mark_epochs(panels, metrics, settings)
+    method = settings.method
+    return finish(
+        figure,
+        "scaling",
+        "Bounded steps",
+        "At the end of each epoch: what its last step's gradients were multiplied by on average, and the share of "
+        f"tensors whose steps were lengthened towards {method.step_floor:.2%} or shortened to {method.step_cap:.2%} of "
+        "their weights.",
+        "Mean scale and the shares of tensors whose steps were lengthened and shortened, at the end of each epoch.",
     )
 
 

@@ -227,9 +227,11 @@ def _method(settings: Settings) -> str:
     text = f"{method.kind.name}: {METHODS[method.kind].words}"
     if method.kind is MethodKind.static:
         text += f", times {method.static_scale:g}, threshold {method.delta_threshold:g}"
+    elif method.kind is MethodKind.ags:
+        text += f", to {method.step_floor:.2%} to {method.step_cap:.2%} of its weights"
     elif method.kind.scales_gradients:
         text += f", towards batch {method.small_batch}, threshold {method.delta_threshold:g}"
-    if method.kind is MethodKind.ags:
+    if method.kind is MethodKind.ags_measured:
         text += f", one scale for each {method.granularity.name}"
     return text
 

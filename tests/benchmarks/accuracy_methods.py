@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,7 +36,8 @@ class Method:
         self.is_matrix = torch.tensor([p.ndim > 1 for p in self.params], device=self.params[0].device)
         multiplier, self.rules = 1.0, []
         self.trust, self.tula, self.fresh, self.steps = None, None, None, 0
-        self.shuffles, self.tau, self.follow, self.factor = False, 0.005, 0.0, 1.0
+        self.shuffle = self.free = False
+        self.tau, self.follow, self.factor = 0.005, 0.0, 1.0
         self.usual = self.mean_factor = None
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
         self.inner, self.optimizer = inner, inner
@@ -57,8 +59,11 @@ class Method:
                     multiplier = 2 * (batch / 512) ** (math.log(5) / math.log(8)) / lr
             elif word in ("tau", "follow"):
                 setattr(self, word, value)
-            elif word == "shuffle":
-                self.shuffles = True
+            elif word in ("shuffle", "free"):
+                setattr(self, word, True)
+            elif word == "ags":
+                multiplier *= self.ratio
+                self.optimizer = BoundedOptimizer(inner, global_batch=batch, small_batch=small)
             elif word in ("ags_paper", "ags_tensor", "ags_global"):
                 make = TulaOptimizer.paper if word == "ags_paper" else TulaOptimizer
                 options: dict[str, Any] = {} if word == "ags_paper" else {"granularity": word.split("_")[1]}
@@ -98,7 +103,7 @@ class Method:
         if self.tula is not None and is_last_of_epoch:
             with torch.autocast("cuda", torch.bfloat16):
                 self.tula.refresh(self.model, self.loss_fn, inputs, targets)
-            if self.shuffles and self.tula._pending is not None:
+            if self.shuffle and self.tula._pending is not None:
                 self.tula._pending = [
                     e.flatten()[torch.randperm(e.numel(), device=e.device)].view_as(e) for e in self.tula._pending
                 ]
@@ -155,7 +160,7 @@ def capall(method: Method, tau: float | None) -> None:
 
 def band(method: Method, share: float | None) -> None:
     """A tensor's update is at most `tau` of its weights, and at least `share` of that: small gradients are raised, at
-    most tenfold. Both bounds follow the schedule's decays to the power of `follow`.
+    most tenfold. Both bounds follow the schedule's decays to the power of `follow`; `free` vectors have none.
     """
     share = share or 0.1
     grads = [p.grad for p in method.params]
@@ -164,7 +169,10 @@ def band(method: Method, share: float | None) -> None:
     each = tau * w / (method.rate * g + 1e-12)
     whole = tau * w.norm() / (method.rate * g.norm() + 1e-12)
     most = torch.where(method.is_matrix, each, whole)
-    method.multiply(list(torch.minimum(most, (share * most).clamp(1.0, 10.0)).unbind()))
+    factors = torch.minimum(most, (share * most).clamp(1.0, 10.0))
+    if method.free:
+        factors = torch.where(method.is_matrix, factors, 1.0)
+    method.multiply(list(factors.unbind()))
 
 
 def agc(method: Method, share: float | None) -> None:
@@ -379,4 +387,34 @@ PLANS["rivals"] = [
     (_ROWS, ("polo", "lbt+times4", "ags_paper+shuffle", "sqrt+times0.72", "lin+band0.1"), (0, 1, 2)),
     ({"vgg11": (4096,), "resnet18": (4096,), "mobilenetv3": (4096,)}, ("lbt", "sqrt"), (1, 2)),
     ({"alexnet": (128,), "resnet18": (128,), "mobilenetv3": (128,), "vgg11": (128,)}, ("lbt",), (0, 1, 2)),
+]
+
+PLANS["explore5"] = [  # what LARS has on nets with normalisation: longer steps that follow the decays, free vectors
+    (tasks, (method,), (0,))
+    for method in (
+        "ags",
+        "lin+band0.3+follow1",
+        "lin+band1+tau0.01+follow1",
+        "lars",
+        "lin+band0.3+tau0.01+follow1",
+        "lin+band1+tau0.01+follow1+free",
+        "lin+band0.3+free",
+        "lin+band0.1+tau0.01+follow1",
+        "lin",
+        "lbt",
+        "sqrt",
+    )
+    for tasks in (_M, _R, _V, _A)
+]
+
+_LARGE = {"vgg11": (4096, 2048, 1024), "resnet18": (4096, 2048, 1024), "mobilenetv3": (4096, 2048, 1024)}
+PLANS["finals"] = [  # seeds outermost: what the time cuts off is whole seeds
+    (tasks, methods, (seed,))
+    for seed in (0, 1, 2)
+    for tasks, methods in (
+        (_LARGE, ("ags", "lbt", "lars", "lin", "sqrt", "ags_paper", "polo")),
+        (_ROWS, ("ags", "lbt", "lars", "lin", "sqrt", "ags_paper", "polo", "lbt+times4", "sqrt+times0.72")),
+        (_ROWS, ("ags_paper+shuffle",)),
+        ({"alexnet": (128,), "resnet18": (128,), "mobilenetv3": (128,), "vgg11": (128,)}, ("lbt",)),
+    )
 ]

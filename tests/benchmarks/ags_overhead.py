@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 
 GIB = 2**30
 BLOCK = 10
@@ -67,6 +68,7 @@ ADASCALE_MICROBATCHES = 2
 """On one device AdaScale compares micro-batches: it and its SGD take one step in two backward passes."""
 FRESH: dict[str, Any] = {"gate": "off", "scale_smoothing": 0.9, "refresh_every": 4, "s_min": 1.0}
 VARIANTS: dict[str, Wrap] = {
+    "bounded (method=ags)": lambda _, sgd, batch: BoundedOptimizer(sgd, global_batch=batch, small_batch=batch // 8),
     **{name: ags(granularity=name) for name in ("element", "channel", "tensor", "global")},
     "fresh tensor": ags(granularity="tensor", **FRESH),
     "fresh global": ags(granularity="global", **FRESH),
@@ -92,10 +94,10 @@ class Bench:
         self.microbatches = microbatches
         for _ in range(5):
             self.step()
-        if isinstance(self.optimizer, TulaOptimizer):
-            self.backward()
-            self.refresh()
-            self.optimizer.step()
+        self.backward()
+        self.refresh()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.held_gib = (torch.cuda.memory_allocated() - before) / GIB
 
     def backward(self) -> None:
@@ -108,7 +110,8 @@ class Bench:
         self.optimizer.zero_grad()
 
     def refresh(self) -> None:
-        self.optimizer.refresh(self.model, self.loss, self.inputs, self.targets)
+        if isinstance(self.optimizer, TulaOptimizer):
+            self.optimizer.refresh(self.model, self.loss, self.inputs, self.targets)
 
     def block_s(self) -> float:
         """Seconds of a step, mean over a block."""
@@ -150,7 +153,7 @@ def measured(seconds: float, epoch_samples: int) -> Iterator[dict[str, Any]]:
             pairs = pairs_of(plain, other, seconds)
             step_s, ratio = statistics.median(a for a, _ in pairs), statistics.median(b / a for a, b in pairs)
             refresh_s = other.refresh_s()
-            steps = other.optimizer.refresh_every or epoch_samples / batch
+            steps = getattr(other.optimizer, "refresh_every", None) or epoch_samples / batch
             yield {
                 "case": name,
                 "variant": variant,

@@ -15,7 +15,7 @@ NAMES_TOLD = 8
 def scaled_and_unscaled(
     model: torch.nn.Module, unscaled: Iterable[str | type[torch.nn.Module]]
 ) -> list[dict[str, Any]]:
-    """Two groups for any optimizer, the second with `ags=False`, which TulaOptimizer never scales.
+    """Two groups for any optimizer, the second with `ags=False`, which TulaOptimizer and BoundedOptimizer leave alone.
 
         SGD(scaled_and_unscaled(model, ["*.bias", torch.nn.BatchNorm2d, torch.nn.Embedding]), lr=0.1)
 

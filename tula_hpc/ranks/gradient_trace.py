@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.optim.gradients import constant, squared_norm
 from tula_hpc.runs import write_text
 
@@ -62,6 +63,8 @@ class GradientTrace:
         mean: Tensor | float = optimizer.mean_scale if isinstance(optimizer, TulaOptimizer) else 1.0
         optimizer.step()
         scaled: Tensor | float = optimizer.scaled if isinstance(optimizer, TulaOptimizer) else 0.0
+        if isinstance(optimizer, BoundedOptimizer):  # its scales are of the step they act on
+            mean, scaled = optimizer.mean_scale, float(optimizer.active)
         numbers = [x if isinstance(x, Tensor) else constant(x, norm.device) for x in (norm, scaled, mean)]
         self._seen.append((epoch, samples, torch.stack(numbers)))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from tula_hpc.config import MethodKind, OptimizerKind, Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.optim.groups import scaled_and_unscaled
 from tula_hpc.optim.lars import lars
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
@@ -27,8 +29,11 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
         options = {"momentum": hyper.momentum, "weight_decay": hyper.weight_decay}
         return lars(parameters, hyper.lr, trust_coefficient=method.trust_coefficient, **options)
     inner = _inner_optimizer(settings, model, parameters)
+    batches: dict[str, Any] = {"global_batch": global_batch, "small_batch": method.small_batch}
+    if method.kind is MethodKind.ags:
+        cap: dict[str, Any] = {} if method.scale_cap is None else {"scale_cap": method.scale_cap}
+        return BoundedOptimizer(inner, step_floor=method.step_floor, step_cap=method.step_cap, **cap, **batches)
     if method.kind is MethodKind.ags_paper:
-        batches = {"global_batch": global_batch, "small_batch": method.small_batch}
         return TulaOptimizer.paper(inner, delta_threshold=method.delta_threshold, **batches)
     if method.kind is MethodKind.static:
         return TulaOptimizer(
@@ -37,12 +42,11 @@ def build_optimizer(settings: Settings, model: torch.nn.Module, global_batch: in
             delta_threshold=method.delta_threshold,
             static_scale=method.static_scale,
         )
-    if method.kind is not MethodKind.ags:
+    if method.kind is not MethodKind.ags_measured:
         return inner
     return TulaOptimizer(
         inner,
-        global_batch=global_batch,
-        small_batch=method.small_batch,
+        **batches,
         delta_threshold=method.delta_threshold,
         granularity=method.granularity.value,
         gate=method.gate.value,
@@ -60,7 +64,7 @@ def _inner_optimizer(
     settings: Settings, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     hyper, groups = settings.training, [{"params": parameters}]
-    if settings.method.kind is MethodKind.ags:
+    if settings.method.kind in (MethodKind.ags, MethodKind.ags_measured):
         try:
             groups = scaled_and_unscaled(inner_module(model), settings.workload.unscaled)
         except ValueError as error:

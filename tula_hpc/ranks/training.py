@@ -18,6 +18,7 @@ from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
+from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.optim.reference import batch_size
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.batches import forward, tally, to_device
@@ -218,7 +219,7 @@ def train(
             "memory_gib": float(memory_gib),
             "train_s": trained_at - epoch_began,
             "epoch_s": time.monotonic() - epoch_began,
-            **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer) else {}),
+            **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer | BoundedOptimizer) else {}),
             **sharpness(),
         }
         samples_in_epoch = 0

@@ -1,0 +1,191 @@
+"""SGD at a rate in proportion to the batch, with each tensor's step kept between two shares of its weights.
+
+A rate in proportion to the batch (Goyal et al. 2017, arXiv 1706.02677) diverges where a few tensors get steps that are
+large beside their weights, and plain large-batch training stands still where all steps are small beside them. So the
+gradient of each tensor is multiplied by
+
+    scale = min(cap / r, clamp(floor / r, 1, scale_cap)),   r = lr · |g| / |w|
+
+which leaves r alone between floor and cap, shortens what is longer, and lengthens what is shorter, at most scale_cap
+times. LARS (You et al. 2017, arXiv 1708.03888) makes r the same for all tensors and steps; here it has a range.
+
+    optimizer = BoundedOptimizer(SGD(model.parameters(), lr=0.08, momentum=0.9), global_batch=1024, small_batch=128)
+
+The rate is the caller's, `lr` = B / b times the one tuned for b, with a warm-up. r counts the gradient alone: neither
+momentum, which makes a lasting step 1 / (1 - momentum) times as long, nor weight decay.
+
+Biases and the weights of normalisation begin at 0 or 1, and a share of that says nothing about a good step: tensors of
+one dimension, and others whose weights are hardly anything yet, take the scale of the whole model's gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tula_hpc.optim import gradients
+from tula_hpc.optim.wrapper import WrappedOptimizer
+
+NEAR_ZERO = 0.01
+"""A tensor whose root mean square is below this share of the whole model's is taken for not begun yet."""
+TINY = 1e-12
+
+
+class BoundedOptimizer(WrappedOptimizer):
+    """An SGD that steps with bounded gradients. Parameter groups with `ags=False` are left as they are.
+
+    `step()` multiplies `.grad` in place and never waits for the device. It keeps nothing from one step to the next, so
+    all ranks of DDP, which have the same gradients, take the same step. Gradients must not be multiplied by a loss
+    scale: call `scaler.unscale_(optimizer)` before. Inactive, and `step()` is the inner optimizer's, when
+    `global_batch` is not larger than `small_batch`.
+
+    Args:
+        optimizer: The inner optimizer. Made for SGD: those that divide by the size of the gradient undo the scales.
+        global_batch: Samples in one step over all ranks (B).
+        small_batch: The batch that the learning rate was tuned for (b).
+        step_floor: Smallest r, a share; 0: none.
+        step_cap: Largest r, a share.
+        scale_cap: What a gradient is multiplied by at most.
+
+    Raises:
+        ValueError: On settings out of range, sharded parameters (FSDP), and on LBFGS; by `step` on sparse gradients and
+            gradients of several devices.
+    """
+
+    own_key = "bounds"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        global_batch: int,
+        small_batch: int,
+        step_floor: float = 0.0015,
+        step_cap: float = 0.005,
+        scale_cap: float = 10.0,
+    ):
+        super().__init__(optimizer)
+        self.active = global_batch > small_batch
+        self.step_floor, self.step_cap, self.scale_cap = step_floor, step_cap, scale_cap
+        problems = _problems(self, global_batch, small_batch)
+        if problems:
+            raise ValueError(f"BoundedOptimizer: {' '.join(problems)}")
+        gradients.refuse_sharded(self._parameters())
+        self._checked = False
+        self._scales: Tensor | None = None  # of the last step, one for each tensor
+        self._sizes: Tensor | None = None
+        if "sgd" not in type(optimizer).__name__.lower():
+            warnings.warn(
+                f"{type(optimizer).__name__} is not known as an SGD: the bounds are those of SGD's step.",
+                stacklevel=2,
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Bound the gradients, then let the inner optimizer step. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.active:
+            self._bound()
+        self.optimizer.step()
+        return loss
+
+    def _bound(self) -> None:
+        groups = [
+            ([p for p in group["params"] if p.grad is not None], group["lr"])
+            for group in self.param_groups
+            if group.get("ags", True)
+        ]
+        groups = [(members, lr) for members, lr in groups if members]
+        if not groups:
+            return
+        parameters = [p for members, _ in groups for p in members]
+        found: list[Any] = [p.grad for p in parameters]
+        if not self._checked:
+            gradients.refuse_unusual(found)
+            self._checked = True
+        weights = gradients.norms(parameters)
+        lengths = gradients.norms(found).split([len(members) for members, _ in groups])
+        steps = torch.cat([length * lr for length, (_, lr) in zip(lengths, groups, strict=True)])
+        vectors, self._sizes = _shapes(tuple((p.ndim, p.numel()) for p in parameters), weights.device)
+        all_weights = weights.norm()
+        usual = all_weights * (self._sizes / self._sizes.sum()).sqrt()
+        follows = vectors | (weights < NEAR_ZERO * usual)
+        ratios = torch.where(follows, steps.norm() / all_weights, steps / weights)
+        raised = (self.step_floor / (ratios + TINY)).clamp(1.0, self.scale_cap)
+        bounded = torch.minimum(self.step_cap / (ratios + TINY), raised)
+        # a model whose weights are all 0 has to begin somehow
+        self._scales = torch.where(all_weights > 0, bounded, 1.0)
+        torch._foreach_mul_(found, list(self._scales.unbind()))
+
+    @property
+    def mean_scale(self) -> Tensor | float:
+        """Mean over all elements of what the last step's gradients were multiplied by: a number, or of shape () on the
+        device. 1 before the first step."""
+        if self._scales is None or self._sizes is None:
+            return 1.0
+        return torch.dot(self._scales, self._sizes) / self._sizes.sum()
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers for a log, of the last step. The only method that waits for the device.
+
+        `mean_scale` as above, left out if it is not finite; `raised_fraction` and `lowered_fraction` are the shares of
+        tensors whose gradients were lengthened and shortened.
+        """
+        if self._scales is None:
+            return {"mean_scale": 1.0, "raised_fraction": 0.0, "lowered_fraction": 0.0}
+        shares = {"raised_fraction": self._scales > 1, "lowered_fraction": self._scales < 1}
+        values = {"mean_scale": float(self.mean_scale)} | {k: float(v.float().mean()) for k, v in shares.items()}
+        return {name: value for name, value in values.items() if math.isfinite(value)}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+        gradients.refuse_sharded(self.optimizer.param_groups[-1]["params"])
+
+    def __repr__(self) -> str:
+        bounds = f"step_floor={self.step_floor}, step_cap={self.step_cap}, scale_cap={self.scale_cap}"
+        return f"BoundedOptimizer({bounds}, active={self.active}) of {self.optimizer!r}"
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"version": 1}
+
+    def _load_own_state(self, saved: dict[str, Any]) -> None:
+        pass
+
+    def _forget(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which tensors are vectors or numbers, and how many elements each has, fp32: (tensors,) each, made once."""
+    vectors = torch.tensor([dimensions <= 1 for dimensions, _ in shapes])
+    sizes = torch.tensor([float(elements) for _, elements in shapes])
+    return vectors.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
+
+
+def _problems(optimizer: BoundedOptimizer, global_batch: int, small_batch: int) -> list[str]:
+    """One sentence per bad argument."""
+    problems = []
+    for name, batch in (("global_batch", global_batch), ("small_batch", small_batch)):
+        if batch < 1:
+            problems.append(f"{name} is {batch}, but must be at least 1.")
+    floor, cap = optimizer.step_floor, optimizer.step_cap
+    if not 0 <= floor <= cap or cap == 0:
+        problems.append(
+            f"step_floor is {floor} and step_cap {cap}, but 0 <= step_floor <= step_cap is needed, cap > 0."
+        )
+    if optimizer.scale_cap < 1:
+        problems.append(f"scale_cap is {optimizer.scale_cap}, but must be at least 1.")
+    if isinstance(optimizer.optimizer, torch.optim.LBFGS):
+        problems.append("LBFGS evaluates many gradients in one step, there is none to bound; use SGD.")
+    return problems
