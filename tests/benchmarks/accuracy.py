@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from tests.benchmarks import accuracy_methods
 from tula_hpc.optim.schedules import lr_factor
+from tula_hpc.paper import published
 from tula_hpc.ranks.workloads import resnet18_32px
 
 SMALL_BATCH = 128
@@ -315,10 +316,16 @@ def run_plan(arguments: argparse.Namespace) -> None:
             file.write(found.read_text())
 
 
+PAPERS = {"alexnet": "alexnet", "vgg11": "vgg11", "resnet18": "resnet50", "mobilenetv3": "mobilenetv3"}
+"""Task -> model of the paper's Table I. Only AlexNet has the paper's data set; ResNet18 stands for ResNet50."""
+OUR_NAMES = {"lrs_linear": "lin"}
+
+
 def print_table(files: list[Path]) -> None:
-    """Mean, standard deviation and number of seeds of the test top-1 by row and method; train top-1 in brackets."""
+    """Three tables: test top-1 of each row and method; what each method gains; the paper's Table I beside ours."""
     import pandas as pd
 
+    pd.set_option("display.width", 250, "display.max_rows", 200, "display.max_columns", 30)
     records = pd.DataFrame(read(files))
     by = records.groupby(["method", "task", "batch"])
     mean, std, n, seen = by["test_top1"].mean(), by["test_top1"].std(), by.size(), by["train_top1"].mean()
@@ -326,8 +333,43 @@ def print_table(files: list[Path]) -> None:
         f"{m:.1f}" + (f"±{s:.1f}" if count > 1 else "") + f" ({t:.0f})"
         for m, s, count, t in zip(mean, std, n, seen, strict=True)
     ]
-    pd.set_option("display.width", 250, "display.max_rows", 200, "display.max_columns", 30)
+    print(f"Test top-1, mean ± standard deviation of {n.min()} to {n.max()} seeds, in brackets train top-1, percent\n")
     print(pd.Series(words, index=mean.index).unstack(["task", "batch"]).sort_index(axis=1).fillna(""))
+    large = mean.unstack("method").drop(index=SMALL_BATCH, level="batch", errors="ignore")
+    print("\nPoints over plain training (lbt), over rows that have both; and from the best of the methods in a row\n")
+    print(gains(large).round(1))
+    print("\nThe paper's Table I, and ours in brackets\n")
+    print(beside_the_papers(large).to_string(index=False))
+
+
+def gains(large: Any) -> Any:
+    """Of each method: rows, mean and least gain over `lbt`, and the most it is behind the best method of a row.
+
+    `large` has a row for each task and batch, a column for each method, percent.
+    """
+    import pandas as pd
+
+    over = large.sub(large["lbt"], axis=0)
+    behind = large.rsub(large.max(axis=1), axis=0)
+    columns = {"rows": over.count(), "mean gain": over.mean(), "least gain": over.min(), "most behind": behind.max()}
+    return pd.DataFrame(columns).sort_values(["rows", "mean gain"], ascending=False)
+
+
+def beside_the_papers(large: Any) -> Any:
+    """The paper's numbers for each row, ours of the same method in brackets."""
+    import pandas as pd
+
+    rows = []
+    for task, model in PAPERS.items():
+        for batch, papers in published.TABLE1[model].items():
+            ours = large.loc[(task, batch)].dropna() if (task, batch) in large.index else pd.Series(dtype=float)
+            cells = {name: f"{papers[name]:.1f} ({_or_dash(ours, OUR_NAMES.get(name, name))})" for name in papers}
+            rows.append({"paper": model, "ours": task, "batch": batch, **cells, "ags": _or_dash(ours, "ags")})
+    return pd.DataFrame(rows)
+
+
+def _or_dash(numbers: Any, name: str) -> str:
+    return f"{numbers[name]:.1f}" if name in numbers else "-"
 
 
 def main() -> None:
