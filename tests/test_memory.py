@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tula_hpc.models.memory import MemoryFit, MemoryOutcome, fit_memory
+from tula_hpc.models.memory import MemoryFit, MemoryOutcome, fit_memory, usable_gib, usable_in_words
 
 
 def peaks(batches: list[int], noise_gib: float = 0.0, slope: float = 0.05, repeats: int = 1) -> pd.DataFrame:
@@ -100,6 +100,41 @@ def test_upper_end_bounds_the_batch() -> None:
     assert float(noisy.interval(noisy.max_batch_per_rank(10.0))[1]) <= 9.0
 
 
+def test_constant_memory_on_gpus_is_used_whole() -> None:
+    """On GPUs the share is of what the constant leaves, so that it costs a large model no more samples than a small."""
+    table = peaks([8, 32, 128], repeats=4)
+    cpus, gpus = fit_memory(table), fit_memory(table, on_gpus=True)
+    assert (cpus.constant_gib(), gpus.constant_gib()) == pytest.approx((0.0, 2.0))
+    assert cpus.max_batch_per_rank(4.0, 0.9) == 31  # 1.01 (2 + 0.05 b) <= 3.6
+    assert gpus.max_batch_per_rank(4.0, 0.9) == 35  # 1.01 (2 + 0.05 b) <= 2 + 0.9 x 2
+    assert gpus.max_batch_per_rank(4.0, 1.0) == cpus.max_batch_per_rank(4.0, 1.0)
+
+
+def test_constant_memory_of_a_rank_alone_is_less() -> None:
+    """What a collective library keeps is constant too, and only ranks among several have it."""
+    table = kinds(1, 4)
+    fit = fit_memory(table, on_gpus=True)
+    assert (fit.constant_gib(), fit.constant_gib(alone=True)) == pytest.approx((2.9, 2.0))
+
+
+def test_a_constant_that_the_fit_cannot_tell_keeps_its_share() -> None:
+    """After one batch size, without a rise, or below 0 nothing is known to be constant."""
+    negative = peaks([8, 32, 128]).assign(memory_gib=lambda t: t["memory_gib"] - 2.3)
+    for table in (peaks([32, 32]), peaks([1, 2, 4], slope=0.0), negative):
+        assert fit_memory(table, on_gpus=True).constant_gib() == 0.0
+        assert fit_memory(table, on_gpus=True).max_batch_per_rank(5.0) == fit_memory(table).max_batch_per_rank(5.0)
+
+
+def test_no_batch_fits_below_the_constant() -> None:
+    """Where the constant alone reaches the limit nothing fits, no more than the limit may be used, and words say so."""
+    fit = fit_memory(peaks([8, 32, 128]), on_gpus=True)
+    for limit_gib in (1.5, 2.0):
+        assert fit.max_batch_per_rank(limit_gib, 0.5) == 0
+        assert usable_gib(limit_gib, 0.5, fit.constant_gib()) == pytest.approx(limit_gib)
+    words = usable_in_words(1.5, 0.5, fit.constant_gib())
+    assert words == "1.5 GiB, less than the 2 GiB that any batch needs, so none fits"
+
+
 def test_two_points_keep_a_margin() -> None:
     """A line through two points has no residual; what is expected of other measurements keeps a margin that grows away
     from the two."""
@@ -179,5 +214,12 @@ def test_unmeasured_rows_are_left_out() -> None:
 
 def test_json_round_trip() -> None:
     """A fit survives JSON."""
-    fit = fit_memory(peaks([8, 128]).assign(param_gib=0.4, limit_gib=16.0), oom_batches=[256])
+    fit = fit_memory(peaks([8, 128]).assign(param_gib=0.4, limit_gib=16.0), oom_batches=[256], on_gpus=True)
     assert MemoryFit.from_dict(json.loads(json.dumps(fit.to_dict(), allow_nan=False))) == fit
+
+
+def test_an_older_record_keeps_its_bound() -> None:
+    """A fit on record from before constant memory was told apart gives the batch that it gave."""
+    fit = fit_memory(peaks([8, 128]), on_gpus=True)
+    older = MemoryFit.from_dict({name: value for name, value in fit.to_dict().items() if name != "on_gpus"})
+    assert older.max_batch_per_rank(6.0) == fit_memory(peaks([8, 128])).max_batch_per_rank(6.0)

@@ -129,6 +129,18 @@ def test_memory_limits_candidates() -> None:
     assert "measured" in table.loc[table["batch_per_rank"] == 256, "why_infeasible"].iloc[0]
 
 
+def test_the_table_agrees_with_the_largest_batch() -> None:
+    """On GPUs, too, the feasible batches are those up to the fit's bound, and the others tell what may be used."""
+    data, grid = measurements(), [Candidate(2, batch) for batch in range(1, 200)]
+    fit, nothing = fit_memory(data, on_gpus=True), data.iloc[:0]
+    table = make_table(limit_gib=8.0, memory_fit=fit, grid=grid, measured=nothing)
+    largest = table.loc[table["feasible"], "batch_per_rank"].max()
+    assert largest == table["feasible"].sum() == fit.max_batch_per_rank(8.0, 0.9)
+    assert largest > fit_memory(data).max_batch_per_rank(8.0, 0.9)
+    told = table["why_infeasible"].iloc[-1]
+    assert told.endswith("exceed 7.4 of 8 GiB (2 GiB that any batch needs, and 90% of the rest)")
+
+
 def test_out_of_memory_closes_larger_batches() -> None:
     """A candidate that did not fit makes larger batches of its cluster infeasible, and only of that cluster."""
     table = make_table(infeasible=frozenset({Candidate(4, 64)}))

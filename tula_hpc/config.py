@@ -347,7 +347,8 @@ class SearchSettings:
     collective: Collective = Collective.ring
     """How the additive form takes gradients to be exchanged (Eq. 2c)."""
     memory_fraction: float = 0.95
-    """Share of a rank's memory that a candidate may be predicted to use."""
+    """Share of a rank's memory that a candidate may be predicted to use. On GPUs: of what is left
+    beside parameters, gradients, optimizer state and context, which do not fluctuate."""
     verify_choice: bool = True
     """Whether a choice that was not measured is measured before the long training. That is a job more, which tells
     whether it fits and is as fast as predicted; if not, the next one is chosen, up to five times."""

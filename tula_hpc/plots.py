@@ -26,7 +26,7 @@ from tula_hpc.config import MethodKind, Settings
 from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.display import duration
 from tula_hpc.markup import MEMORY_PARTS
-from tula_hpc.models.memory import MemoryFit
+from tula_hpc.models.memory import MemoryFit, usable_gib
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.plot_style import (
     INK,
@@ -245,7 +245,8 @@ def _step_time(fit: Mapping[str, Any], styles: NodeStyles) -> Plot:
 def _memory(fit: Mapping[str, Any], selection: dict[str, Any] | None, styles: NodeStyles) -> Plot:
     figure, axes = new_axes()
     model, points = MemoryFit.from_dict(fit["memory"]), pd.DataFrame(fit["points"])
-    limit, fraction, largest = fit["memory_limit_gib"], fit["memory_fraction"], fit["max_batch_per_rank"]
+    limit, largest = fit["memory_limit_gib"], fit["max_batch_per_rank"]
+    usable = None if limit is None else usable_gib(limit, fit["memory_fraction"], model.constant_gib())
     out_of_memory = sorted({int(name.split("-b")[1]) for name in fit["infeasible"]})
     seen = [*points["batch_per_rank"], *out_of_memory]
     batch = np.geomspace(min(seen) / 1.15, max(*seen, largest or 1) * 1.15, 120)
@@ -271,7 +272,7 @@ def _memory(fit: Mapping[str, Any], selection: dict[str, Any] | None, styles: No
     batch_ticks(axes.xaxis, seen)
     axes.set(xlabel="batch per rank (samples)", ylabel="memory of a rank (GiB)")
     top_gib = max(float(points["memory_gib"].max()), float(model.predict(batch[-1])))
-    _mark_limits(axes, top_gib, limit, fraction, largest)
+    _mark_limits(axes, top_gib, limit, usable, largest)
     if limit is not None:
         axes.plot(out_of_memory, [limit] * len(out_of_memory), "x", color=WARNING, markeredgewidth=1.8)
     handles, labels = axes.get_legend_handles_labels()
@@ -290,12 +291,12 @@ def _memory(fit: Mapping[str, Any], selection: dict[str, Any] | None, styles: No
     )
 
 
-def _mark_limits(axes: Axes, top_gib: float, limit: float | None, fraction: float, largest: int | None) -> None:
-    """The device's memory, the share that may be used, and the batch that this allows."""
+def _mark_limits(axes: Axes, top_gib: float, limit: float | None, usable: float | None, largest: int | None) -> None:
+    """The device's memory, what of it may be used, and the batch that this allows."""
     if largest:
         axes.axvline(largest, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         write_beside(axes, f"at most {largest}", (largest, 0), 6, to_the_right=False, color=INK, va="bottom")
-    if limit is None:
+    if limit is None or usable is None:
         axes.set_ylim(0, 1.15 * top_gib)
         return
     # a limit far above everything measured would flatten the picture, so it is only written down
@@ -305,13 +306,13 @@ def _mark_limits(axes: Axes, top_gib: float, limit: float | None, fraction: floa
         axes.annotate(words, (0.02, 0.98), xycoords="axes fraction", va="top", color=WARNING, fontsize=9)
         return
     axes.set_ylim(0, max(1.12 * limit, 1.05 * min(top_gib, 1.4 * limit)))
-    for share, style, words, up in (
-        (1.0, "-", f"limit {limit:.3g} GiB", True),
-        (fraction, (0, (4, 3)), f"{fraction:.0%} of the limit", False),
+    for gib, style, words, up in (
+        (limit, "-", f"limit {limit:.3g} GiB", True),
+        (usable, (0, (4, 3)), f"{usable:.3g} GiB may be used", False),
     ):
-        axes.axhline(share * limit, color=WARNING, linestyle=style, linewidth=1.2)
+        axes.axhline(gib, color=WARNING, linestyle=style, linewidth=1.2)
         axes.annotate(
-            words, (0.01, share * limit), (0, 2 if up else -3), xycoords=("axes fraction", "data"),
+            words, (0.01, gib), (0, 2 if up else -3), xycoords=("axes fraction", "data"),
             textcoords="offset points", va="bottom" if up else "top", color=WARNING, fontsize=9,
         )  # fmt: skip
 

@@ -42,6 +42,7 @@ from tula_hpc.markup import (
     time_text,
 )
 from tula_hpc.methods import METHODS
+from tula_hpc.models.memory import MemoryFit, usable_gib, usable_in_words
 from tula_hpc.notices import drift_notice, method_notice, relaunch_notice
 from tula_hpc.runs import RunFolder, read_json, replacing, write_text
 
@@ -274,7 +275,7 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
     price = f"{selection['currency']}{selection['price']}"
     yield _tile("Cost", money(predicted["cost"], selection["currency"]), [f"predicted, at {price}"])
     fit = None if records.fit is None else fit_of(records.fit, selection.get("node_type", ""))
-    yield _memory_tile(predicted["memory_gib"], fit)
+    yield _memory_tile(predicted["memory_gib"], fit, Candidate.from_record(selection).world_size == 1)
     if result is None:
         yield _tile("Step", duration(predicted["step_time_s"]), ["predicted"])
         if records.metrics:
@@ -307,11 +308,14 @@ def _tile(name: str, value: str, notes: Sequence[str], meter: str = "") -> str:
     return f'<div class="tile"><h3>{escape(name)}</h3><p class="value">{escape(value)}</p>{meter}{words}</div>'
 
 
-def _memory_tile(memory_gib: float | None, fit: Mapping[str, Any] | None) -> str:
+def _memory_tile(memory_gib: float | None, fit: Mapping[str, Any] | None, alone: bool) -> str:
     limit = fit["memory_limit_gib"] if fit else None
     if memory_gib is None or fit is None or limit is None:
         return _tile("Memory of a rank", gib_text(memory_gib), ["predicted; the limit is not known"])
-    share, allowed = 100 * memory_gib / limit, 100 * fit["memory_fraction"]
+    constant_gib = MemoryFit.from_dict(fit["memory"]).constant_gib(alone)
+    share, allowed = (
+        100 * gib / limit for gib in (memory_gib, usable_gib(limit, fit["memory_fraction"], constant_gib))
+    )
     meter = (
         f'<div class="meter" role="img" aria-label="{share:.0f} % of the limit">'
         f'<i style="width:{min(share, 100):.1f}%"></i><b style="left:{allowed:.1f}%"></b></div>'
@@ -443,8 +447,9 @@ def _memory_card(fit: Mapping[str, Any]) -> str:
     ]
     words = "The limit is not known."
     if limit is not None:
-        words = f"Of {gib_text(limit)}, {fit['memory_fraction']:.0%} may be used"
-    words += f": at most {largest} samples a rank." if largest is not None else ""
+        constant_gib = MemoryFit.from_dict(memory).constant_gib()
+        usable = usable_in_words(limit, fit["memory_fraction"], constant_gib)
+        words = f"May be used: {usable}; at most {largest} samples a rank."
     words += (
         f" A measurement is {gib_text(residual)} from the line (standard deviation)." if residual is not None else ""
     )

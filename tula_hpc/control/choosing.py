@@ -46,14 +46,14 @@ def fitted(
         points = [point for point in usable if point.get("node_type", "") == node_type]
         if points:
             batches = [c.batch_per_rank for c in out_of_memory if c.node_type == node_type]
-            found[node_type] = _fitted_of_type(settings, points, batches)
+            found[node_type] = _fitted_of_type(settings.of_type(node_type), points, batches)
     return {"types": found} if settings.cluster.node_types else found[""]
 
 
 def _fitted_of_type(settings: Settings, usable: list[dict[str, Any]], out_of_memory: list[int]) -> dict[str, Any]:
     """Both step-time forms and the memory model of one type of node."""
     table = pd.DataFrame(usable).drop(columns=["hosts"])
-    memory = fit_memory(table, out_of_memory)
+    memory = fit_memory(table, out_of_memory, on_gpus=settings.cluster.gpus_per_node > 0)
     fraction, limit = settings.search.memory_fraction, float(table["limit_gib"].min())
     return {
         "step_time": {

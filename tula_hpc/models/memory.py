@@ -10,6 +10,10 @@ itself do. How many ranks there are does not matter, but a rank among several ha
 itself, which a rank alone has not: 0.9 GiB with NCCL on H100s, the same for two and for four of them. The total is
 fitted to measured totals, not to the sum of the parts, because a sum of peaks that do not come at the same time, or of
 parts that nobody measured, is not the peak.
+
+A share of the limit is kept free for what a few steps do not show. On GPUs it is a share of what m0 leaves of the
+limit, because m0 does not fluctuate: else a large model on a small device would keep free much of what is left for its
+batch.
 """
 
 from __future__ import annotations
@@ -61,6 +65,22 @@ class MemoryOutcome(Enum):
         return self.value
 
 
+def usable_gib(limit_gib: float, fraction: float, constant_gib: float = 0.0) -> float:
+    """GiB of a limit that a batch may need: what is constant, and `fraction` of the rest; never more than the limit."""
+    constant_gib = min(constant_gib, limit_gib)
+    return constant_gib + fraction * (limit_gib - constant_gib)
+
+
+def usable_in_words(limit_gib: float, fraction: float, constant_gib: float = 0.0) -> str:
+    """What `usable_gib` is, and why."""
+    if constant_gib == 0:
+        return f"{fraction:.0%} of {limit_gib:.3g} GiB"
+    if constant_gib >= limit_gib:
+        return f"{limit_gib:.3g} GiB, less than the {constant_gib:.3g} GiB that any batch needs, so none fits"
+    usable = f"{usable_gib(limit_gib, fraction, constant_gib):.3g} of {limit_gib:.3g} GiB"
+    return f"{usable} ({constant_gib:.3g} GiB that any batch needs, and {fraction:.0%} of the rest)"
+
+
 @dataclass(frozen=True)
 class Line:
     """m0 + m1 b."""
@@ -97,6 +117,8 @@ class MemoryFit:
     """Smallest memory of a rank's device seen while profiling, if it was recorded."""
     smallest_oom_batch: int | None
     """Smallest batch per rank that ran out of memory, if any."""
+    on_gpus: bool = False
+    """Whether the ranks compute on GPUs."""
 
     def predict(self, batch_per_rank: ArrayLike, alone: ArrayLike = False) -> Array:
         """GiB per rank at a batch per rank, for a rank among several, or one that is alone."""
@@ -147,13 +169,22 @@ class MemoryFit:
         bound = MAX_EXTRAPOLATION * self.batches[-1]
         return bound if self.smallest_oom_batch is None else min(bound, self.smallest_oom_batch - 1)
 
+    def constant_gib(self, alone: bool = False) -> float:
+        """GiB that every batch needs and that no share is kept free for: m0 on GPUs, at least 0.
+
+        0 on CPUs, whose resident memory is less predictable, and where the fit cannot tell m0 from what grows.
+        """
+        if not self.on_gpus or self.outcome is not MemoryOutcome.OK:
+            return 0.0
+        return max(float(self.predict(0, alone)), 0.0)
+
     def max_batch_per_rank(self, limit_gib: float | None = None, fraction: float = 0.9) -> int:
-        """The largest batch per rank whose upper end stays within `fraction` of the limit; 0 when none does.
+        """The largest batch per rank whose upper end stays within `usable_gib`; 0 when none does.
 
         Args:
             limit_gib: Memory of a rank's device, GiB; None takes the smallest seen while profiling.
-            fraction: Share of the limit the training may use. The rest is for what the peak of a few steps misses:
-                validation, checkpoints, fragmentation.
+            fraction: Share the training may use of the limit, on GPUs of what m0 leaves of it. The rest is for what the
+                peak of a few steps misses: validation, checkpoints, fragmentation.
 
         Raises:
             ValueError: No limit is known, or one of the arguments is out of range.
@@ -164,7 +195,7 @@ class MemoryFit:
         if not (math.isfinite(limit_gib) and limit_gib > 0 and 0 < fraction <= 1):
             raise ValueError(f"limit_gib must be positive and fraction in (0, 1], got {limit_gib} and {fraction}")
         batch = np.arange(1, self.bound_batch_per_rank() + 1)
-        fits = batch[self.interval(batch)[1] <= fraction * limit_gib]
+        fits = batch[self.interval(batch)[1] <= usable_gib(limit_gib, fraction, self.constant_gib())]
         return int(fits[-1]) if len(fits) else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +211,7 @@ class MemoryFit:
             "batches": list(self.batches),
             "limit_gib": self.limit_gib,
             "smallest_oom_batch": self.smallest_oom_batch,
+            "on_gpus": self.on_gpus,
         }
 
     @classmethod
@@ -195,10 +227,11 @@ class MemoryFit:
             batches=tuple(int(batch) for batch in values["batches"]),
             limit_gib=values["limit_gib"],
             smallest_oom_batch=values["smallest_oom_batch"],
+            on_gpus=values.get("on_gpus", False),  # older records kept a share of the whole limit free
         )
 
 
-def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFit:
+def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bool = False) -> MemoryFit:
     """Fits M(b) = m0 + m1 b, the peak memory of a rank, to measured peaks.
 
     Args:
@@ -208,6 +241,7 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFi
         oom_batches: Batches per rank that ran out of device memory, on any number of ranks, since the need of ranks
             among several is alike and that of one alone is less. Each is a censored point: M(b) > limit. They bound
             the batch, and where the line stays below the limit at the smallest of them they pull it up.
+        on_gpus: Whether the ranks compute on GPUs, where what is constant may be used whole.
 
     Raises:
         ValueError: A column is missing, or no row has a positive finite memory_gib.
@@ -245,6 +279,7 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = ()) -> MemoryFi
         batches=tuple(sorted(int(value) for value in batch)),
         limit_gib=limit,
         smallest_oom_batch=None if oom is None else int(oom),
+        on_gpus=on_gpus,
     )
 
 

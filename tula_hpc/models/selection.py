@@ -21,7 +21,7 @@ from tula_hpc.candidates import Candidate, keys_of, nodes_of
 from tula_hpc.errors import TulaError
 from tula_hpc.models.knee import envelope, find_knee
 from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
-from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit
+from tula_hpc.models.memory import MAX_EXTRAPOLATION, MemoryFit, usable_gib, usable_in_words
 from tula_hpc.models.posterior import correction
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
@@ -142,7 +142,7 @@ def candidate_table(
         train_samples: Samples of the training set, D of Eq. (4a).
         epochs: E of Eq. (4a).
         limit_gib: Memory of a rank's device, GiB; None takes the one recorded in `memory_fit`, if any.
-        memory_fraction: Share of the limit that may be used.
+        memory_fraction: Share that may be used of the limit; on GPUs of what constant memory leaves of it.
         infeasible: Candidates that did not fit when profiled.
         measured: Rows num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known, memory_gib; several rows
             of a candidate count with their median time and largest memory. They correct the predictions of
@@ -229,7 +229,7 @@ def _why_not_fit(
 ) -> str:
     """Why the batch does not fit in memory: by the measured peak where there is one, else by the fit's upper end."""
     limit_gib = limit_gib if limit_gib is not None or memory_fit is None else memory_fit.limit_gib
-    needed_gib, kind = measured_gib, "measured"
+    needed_gib, kind, alone = measured_gib, "measured", candidate.world_size == 1
     if math.isnan(measured_gib):
         if memory_fit is None:
             return ""
@@ -239,13 +239,11 @@ def _why_not_fit(
             if batch_per_rank > MAX_EXTRAPOLATION * largest:
                 return f"more than {MAX_EXTRAPOLATION} times the largest batch per rank measured ({largest})"
             return f"a batch per rank of {memory_fit.smallest_oom_batch} ran out of memory"
-        needed_gib, kind = (
-            float(memory_fit.interval(batch_per_rank, alone=candidate.world_size == 1)[1]),
-            "predicted (upper end)",
-        )
-    if limit_gib is None or needed_gib <= fraction * limit_gib:
+        needed_gib, kind = float(memory_fit.interval(batch_per_rank, alone=alone)[1]), "predicted (upper end)"
+    constant_gib = 0.0 if memory_fit is None else memory_fit.constant_gib(alone)
+    if limit_gib is None or needed_gib <= usable_gib(limit_gib, fraction, constant_gib):
         return ""
-    return f"{kind} {needed_gib:.3g} GiB per rank exceed {fraction:.0%} of {limit_gib:.3g} GiB"
+    return f"{kind} {needed_gib:.3g} GiB per rank exceed {usable_in_words(limit_gib, fraction, constant_gib)}"
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
