@@ -311,6 +311,16 @@ def test_models_of_a_type_are_those_of_a_run_on_it_alone(make_run: Callable[...,
     assert chosen_fit(own).predict(here)[0] < chosen_fit(fit_of(fits, "a100")).predict(here)[0]
 
 
+def test_a_type_without_gpus_keeps_a_share_of_all_its_memory(make_run: Callable[..., Run]):
+    """Whether constant memory may be used whole depends on the GPUs of the type."""
+    run = make_run(
+        "+cluster.node_types={old: {partition: old, gpus_per_node: 0}, new: {partition: new, gpus_per_node: 1}}"
+    )
+    run.chosen()
+    fits = read_json(run.folder.fit)
+    assert [fit_of(fits, name)["memory"]["on_gpus"] for name in ("old", "new")] == [False, True]
+
+
 def test_out_of_memory_on_one_type_is_no_bound_on_another(make_run: Callable[..., Run]):
     chosen = make_run(TYPES).chosen()
     feasible = {Candidate.from_record(row): row["feasible"] for row in chosen["candidates"]}

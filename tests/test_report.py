@@ -120,7 +120,7 @@ def profile(run: RunFolder, settings: Settings, limit_gib: float = 31.7, slope_g
         journal.concluded(attempt, Verdict.success, "every expected file is there and whole")
         points.append(point(c, limit_gib, rng, slope_gib))
     table = pd.DataFrame(points)
-    memory = fit_memory(table, [int(name.split("-b")[1]) for name in infeasible])
+    memory = fit_memory(table, [int(name.split("-b")[1]) for name in infeasible], on_gpus=True)
     forms = {form: fit_step_time(table, form).to_dict() for form in ("overlap", "additive")}
     values = {
         "points": points,
@@ -323,6 +323,20 @@ def test_failed_jobs_and_command_are_told(finished: RunFolder) -> None:
     assert "6 success, 2 cuda oom" in text
     assert text.count("CUDA out of memory. Tried to allocate") == 2
     assert "cd '/home/me/my work'\npython -m tula_hpc +experiment=demo training.epochs=6" in text
+
+
+def test_what_may_be_used_is_what_bounds_the_batch(finished: RunFolder) -> None:
+    """The memory model's card tells the constant that no share is kept free for, and the batch that this allows."""
+    fit = read_json(finished.fit)
+    found = re.search(
+        r"May be used: ([\d.]+) of 5 GiB \(([\d.]+) GiB that any batch needs, and 90% of the rest\); at most (\d+)",
+        read(finished).text,
+    )
+    assert found is not None
+    constant_gib = fit["memory"]["total"]["intercept_gib"]
+    expected = (constant_gib + 0.9 * (5 - constant_gib), constant_gib)
+    assert tuple(map(float, found.groups()[:2])) == pytest.approx(expected, rel=0.005)
+    assert int(found[3]) == fit["max_batch_per_rank"]
 
 
 def test_smaller_batch_after_oom_is_told(tmp_path: Path) -> None:
