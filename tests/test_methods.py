@@ -16,12 +16,13 @@ from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.checks import check
 from tula_hpc.composition import describe_settings
-from tula_hpc.config import MethodKind, MethodSettings, Settings, measurement_signature
+from tula_hpc.config import MethodKind, MethodSettings, Settings
 from tula_hpc.ranks import checkpoints, workloads
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.training import train
 from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.signatures import measurement_signature
 
 Run = Callable[..., list[Any]]
 Make = Callable[..., Settings]

@@ -17,7 +17,7 @@ from test_probe import Measures
 from tula_hpc.candidates import Candidate
 from tula_hpc.checks import check
 from tula_hpc.composition import compose
-from tula_hpc.config import Settings, from_plain, measurement_signature, signature, to_plain
+from tula_hpc.config import Settings, from_plain, to_plain
 from tula_hpc.control.away import _options
 from tula_hpc.control.choosing import chosen_fit, fit_of, predicted, rows_of
 from tula_hpc.control.controller import Controller
@@ -38,6 +38,7 @@ from tula_hpc.planning import plan
 from tula_hpc.prices import prices_of
 from tula_hpc.report import write_report
 from tula_hpc.runs import RunFolder, read_json, write_json
+from tula_hpc.signatures import measurement_signature, signature
 
 A100 = "a100: {partition: old, price_per_node_hour: 1}"
 H100 = "h100: {partition: new, constraint: nvlink, price_per_node_hour: 100}"

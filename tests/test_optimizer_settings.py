@@ -14,7 +14,7 @@ from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.checks import check
 from tula_hpc.composition import compose
-from tula_hpc.config import Settings, measurement_signature
+from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.ranks import checkpoints
 from tula_hpc.ranks.device_memory import GIB, MemoryMeter
@@ -25,6 +25,7 @@ from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.training import train
 from tula_hpc.ranks.workloads import build_model
 from tula_hpc.runs import RunFolder
+from tula_hpc.signatures import measurement_signature
 
 Make = Callable[..., Settings]
 ALONE, CPU = Rank(0, 1, 0, "test", "test"), torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import Settings, measurement_signature
+from tula_hpc.config import Settings
 from tula_hpc.control import sharing
 from tula_hpc.control.jobs import profile_job
 from tula_hpc.control.journal import Attempt, Journal
@@ -20,6 +20,7 @@ from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
 from tula_hpc.ranks.timings import read_point, write_rank
 from tula_hpc.runs import RunFolder, write_json, write_text
+from tula_hpc.signatures import measurement_signature
 
 POINT = Candidate(1, 32, 1)
 ATTEMPT = Attempt(profile_job(POINT), 1, "tag", 32, 1)

@@ -12,7 +12,7 @@ from test_cli import finished_run, tula
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.composition import compose, sweep
-from tula_hpc.config import Settings, measurement_signature, signature
+from tula_hpc.config import Settings
 from tula_hpc.control.controller import Controller
 from tula_hpc.control.local import LocalScheduler
 from tula_hpc.display import Display
@@ -23,6 +23,7 @@ from tula_hpc.ranks.synthetic import SUCCESSORS, SyntheticTokens
 from tula_hpc.ranks.training import train
 from tula_hpc.ranks.transformers import LanguageModel, VisionTransformer
 from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.signatures import measurement_signature, signature
 
 ALONE, CPU = Rank(0, 1, 0, "test", "test"), torch.device("cpu")
 SMALL_LM = ["+experiment=lm_small", "workload.train_samples=512", "workload.test_samples=64", "workload.vocabulary=16"]

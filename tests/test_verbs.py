@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from tula_hpc.config import ControllerKind, ControllerSettings, Settings, signature
+from tula_hpc.config import ControllerKind, ControllerSettings, Settings
 from tula_hpc.control import away
 from tula_hpc.control.controller import Controller
 from tula_hpc.control.jobs import Jobs
@@ -28,6 +28,7 @@ from tula_hpc.display import Display
 from tula_hpc.overview import stage
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
+from tula_hpc.signatures import signature
 from tula_hpc.starting import RunCancelled, control, shown
 
 ROOT = Path(__file__).parents[1]

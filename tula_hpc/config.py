@@ -8,19 +8,15 @@ run folder.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import platform
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tula_hpc import imports
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
 from tula_hpc.errors import RecordError
 from tula_hpc.models.search import SearchMode
-from tula_hpc.runs import RunFolder, software_versions
+from tula_hpc.runs import RunFolder
 
 
 class ClusterKind(Enum):
@@ -648,59 +644,3 @@ def read_plain_settings(run: RunFolder) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise RecordError(f"{run.config} is not whole; give the command that began the run again, which writes it anew")
     return plain
-
-
-def _result_fields(settings: Any) -> Any:
-    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        return {
-            f.name: _result_fields(getattr(settings, f.name))
-            for f in dataclasses.fields(settings)
-            if f.metadata.get("result", True)
-            and not (f.metadata.get("unsigned_if_empty") and not getattr(settings, f.name))
-        }
-    if isinstance(settings, dict):
-        return {str(key): _result_fields(value) for key, value in settings.items()}
-    return to_plain(settings)
-
-
-def _short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
-
-
-def signature(settings: Settings) -> str:
-    """Ten hex digits of everything that changes the result of the run: settings, and the user's own code."""
-    return _short_hash([_result_fields(settings), _own_code(settings)])
-
-
-def _own_code(settings: Settings) -> list[str]:
-    """Hashes of the user's own files that model, data set and loss come from; what those import is not followed."""
-    targets = [str(node.get("_target_", "")) for node in _targets(settings)]
-    files = [imports.own_source(target) for target in targets]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None]
-
-
-def _targets(settings: Settings) -> list[dict[str, Any]]:
-    return [settings.workload.model, settings.workload.dataset, settings.workload.loss]
-
-
-def measurement_signature(settings: Settings) -> str:
-    """Ten hex digits of everything that changes a measured step: what two runs must share to share measurements.
-
-    Objective, prices, grid, epochs and learning rates are not in it; the version of torch, the user's own code and,
-    where this machine is the cluster, its name are. Of a run on several types of node, ask `Settings.of_type`: what
-    one type measures is shared with runs that have only that.
-    """
-    fields = _result_fields(settings)
-    steps = {key: fields["search"][key] for key in ("warmup_steps", "timed_steps", "compute_steps", "max_seconds")}
-    training = {
-        key: fields["training"][key]
-        for key in ("optimizer", "momentum", "precision", "channels_last", "eval_batch_per_rank")
-    }
-    # these differ in the learning rate only
-    is_sgd = settings.method.kind in (MethodKind.lbt, MethodKind.lrs_linear, MethodKind.lrs_sqrt)
-    method = "sgd" if is_sgd else fields["method"]
-    data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
-    machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
-    software = [_own_code(settings), software_versions()["torch"]]
-    settings_part = [fields["cluster"], fields["workload"], data, steps, training, method]
-    return _short_hash([settings_part, machine, software])

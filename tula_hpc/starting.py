@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tula_hpc.checks import check, data_is_missing
-from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, signature, to_plain
+from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, to_plain
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder
+from tula_hpc.signatures import signature
 
 if TYPE_CHECKING:
     from tula_hpc.control.scheduler import Scheduler

@@ -8,7 +8,7 @@ import pytest
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.composition import compose
-from tula_hpc.config import Settings, signature
+from tula_hpc.config import Settings
 from tula_hpc.control.jobs import Jobs
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.packing import submissions
@@ -16,6 +16,7 @@ from tula_hpc.control.slurm import SlurmScheduler
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import RunFolder, read_json, write_text
+from tula_hpc.signatures import signature
 
 from .cluster import ThrowawaySlurm
 from .command import named_run, tula

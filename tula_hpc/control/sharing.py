@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import ClusterKind, Settings, measurement_signature
+from tula_hpc.config import ClusterKind, Settings
 from tula_hpc.control import away
 from tula_hpc.control.jobs import profile_job
 from tula_hpc.control.journal import Attempt, Journal, State
@@ -30,6 +30,7 @@ from tula_hpc.display import Display, count
 from tula_hpc.errors import RecordError
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
+from tula_hpc.signatures import measurement_signature
 
 # How often a run that is waited for is looked at; on Slurm results take minutes, and the login node is shared.
 LOOK_EVERY_S = 2.0
