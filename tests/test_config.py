@@ -16,11 +16,10 @@ from tula_hpc.config import (
     Settings,
     conf_dir,
     from_plain,
-    measurement_signature,
-    signature,
     to_plain,
 )
 from tula_hpc.errors import ConfigError
+from tula_hpc.signatures import measurement_signature, signature
 
 EXPERIMENTS = sorted(p.stem for p in (conf_dir() / "experiment").glob("*.yaml"))
 
