@@ -12,7 +12,7 @@ import pytest
 from tula_hpc.candidates import Candidate, candidate_grid
 from tula_hpc.models.limits import Limits, NoFeasibleConfiguration
 from tula_hpc.models.pricing import NodeHourPrice
-from tula_hpc.models.replan import CLEAR_GAIN, Part, better, refit, relaunched, scaled, with_row
+from tula_hpc.models.replan import CLEAR_GAIN, Part, better, refit, relaunched, scaled, with_probes, with_row
 from tula_hpc.models.selection import Objective, candidate_table, select
 from tula_hpc.models.step_time import StepTimeFit, fit_step_time
 
@@ -153,6 +153,25 @@ def test_nothing_is_offered_while_nothing_has_changed(truth: StepTimeFit, object
     chosen = select(table_of(truth), objective).candidate
     for epochs in (10.0, 0.5):
         assert offer(truth, chosen, objective=objective, epochs=epochs) is None
+
+
+def test_what_was_measured_since_stands_in_the_place_of_its_prediction(truth: StepTimeFit):
+    """With all that follows from it; the running configuration stays as it is, and the neighbours learn from it."""
+    table, running, probed, near = table_of(truth), Candidate(8, 128), Candidate(2, 32), Candidate(2, 64)
+
+    def of(rows: pd.DataFrame, c: Candidate) -> pd.Series:
+        return rows.query(f"num_nodes == {c.num_nodes} and batch_per_rank == {c.batch_per_rank}").iloc[0]
+
+    fit = replace(truth, left_out_errors=(0.3,) * 100)
+    point = {**vars(probed), "step_time_s": 2 * of(table, probed)["step_time_s"], "node_type": ""}
+    told = with_probes(table, fit, running, [point], {Candidate(1, 16): "no room"})
+    for column in ("step_time_s", "train_time_s", "train_time_high_s", "cost", "time_to_result_s"):
+        assert of(told, probed)[column] == pytest.approx(2 * of(table, probed)[column], rel=0.01)
+        assert of(told, running)[column] == pytest.approx(of(table, running)[column], rel=0.01)
+        assert of(table, near)[column] < of(told, near)[column] < 2 * of(table, near)[column]
+    assert of(told, Candidate(1, 16))["why_infeasible"] == "no room"
+    assert table["feasible"].all()
+    assert not of(told, Candidate(1, 16))["feasible"]
 
 
 @pytest.mark.parametrize("objective", [Objective.TIME, Objective.KNEE, Objective.TIME_TO_RESULT])

@@ -18,9 +18,10 @@ from tula_hpc.config import PricingKind, ReplanKind, Settings
 from tula_hpc.control.choosing import chosen_fit
 from tula_hpc.control.jobs import TRAIN, Jobs
 from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.moving import MAX_REPLANS
 from tula_hpc.control.next_steps import NextSteps
 from tula_hpc.control.packing import Submission
-from tula_hpc.control.replanning import MAX_REPLANS, Replanning
+from tula_hpc.control.replanning import Replanning
 from tula_hpc.control.scheduler import Seen
 from tula_hpc.control.verdicts import QueueState, Verdict
 from tula_hpc.models.posterior import correction
@@ -88,7 +89,8 @@ class Training:
                 "started": self.launched + 30,
                 "launch": launch or str(self.attempt.number),
                 "windows": self.windows,
-            }
+            },
+            self.jobs.look() or [],
         )
 
     def look(self, state: QueueState) -> None:
@@ -143,7 +145,7 @@ def test_a_network_that_recovers_is_told_as_well(training: Callable[..., Trainin
 
 def test_waiting_for_data_is_no_reason_to_move(training: Callable[..., Training]):
     """The loader is named, nothing is offered, and the models stay as they are."""
-    one = training(training__replan=ReplanKind.auto)
+    one = training(training__replan=ReplanKind.auto, search__verify_choice=False)
     usual_s = one.predicted_s(LARGE)
     one.steps(12, usual_s)
     one.steps(12, 3 * usual_s, 2 * usual_s)
@@ -156,7 +158,7 @@ def test_waiting_for_data_is_no_reason_to_move(training: Callable[..., Training]
 
 def test_auto_has_the_training_save_and_goes_on_elsewhere(training: Callable[..., Training]):
     """The job is asked, not cancelled; when it has left, the next one is the offered one."""
-    one = training(training__replan=ReplanKind.auto)
+    one = training(training__replan=ReplanKind.auto, search__verify_choice=False)
     one.steps(12, one.predicted_s(LARGE, BUSY))
     assert one.run.attempt(TRAIN, 1).leave.exists()
     one.look(QueueState.running)
@@ -172,7 +174,7 @@ def test_auto_has_the_training_save_and_goes_on_elsewhere(training: Callable[...
 
 def test_a_wish_that_a_crash_cut_short_is_heard(training: Callable[..., Training]):
     """The journal knows that the training is to leave; the next controller's look tells the training."""
-    one = training(training__replan=ReplanKind.auto)
+    one = training(training__replan=ReplanKind.auto, search__verify_choice=False)
     one.steps(12, one.predicted_s(LARGE, BUSY))
     leave = one.run.attempt(TRAIN, 1).leave
     leave.unlink()
@@ -183,7 +185,7 @@ def test_a_wish_that_a_crash_cut_short_is_heard(training: Callable[..., Training
 
 def test_an_offer_is_taken_by_the_next_command(training: Callable[..., Training]):
     """Who is started with `auto` takes what was offered before, if the steps still are as they were then."""
-    one = training()
+    one = training(search__verify_choice=False)
     slow_s = one.predicted_s(LARGE, BUSY)
     one.steps(12, slow_s)
     assert one.attempt.ending is None
@@ -207,7 +209,7 @@ def test_an_offer_of_a_busy_network_is_not_taken_when_it_has_recovered(training:
 
 
 def test_a_job_that_a_user_cancels_meanwhile_stays_cancelled(training: Callable[..., Training]):
-    one = training(training__replan=ReplanKind.auto)
+    one = training(training__replan=ReplanKind.auto, search__verify_choice=False)
     one.steps(12, one.predicted_s(LARGE, BUSY))
     one.look(QueueState.cancelled)
     assert one.attempt.verdict is Verdict.cancelled
@@ -215,7 +217,7 @@ def test_a_job_that_a_user_cancels_meanwhile_stays_cancelled(training: Callable[
 
 def test_a_training_moves_a_bounded_number_of_times(training: Callable[..., Training]):
     """On a network that is busy now and then it is only told after that."""
-    one = training(training__replan=ReplanKind.auto)
+    one = training(training__replan=ReplanKind.auto, search__verify_choice=False)
     usual_s, slow_s = one.predicted_s(LARGE), one.predicted_s(LARGE, BUSY)
     for _ in range(MAX_REPLANS):
         one.steps(12, usual_s)

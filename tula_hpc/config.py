@@ -347,7 +347,8 @@ class SearchSettings:
     beside parameters, gradients, optimizer state and context, which do not fluctuate."""
     verify_choice: bool = True
     """Whether a choice that was not measured is measured before the long training. That is a job more, which tells
-    whether it fits and is as fast as predicted; if not, the next one is chosen, up to five times."""
+    whether it fits and is as fast as predicted; if not, the next one is chosen, up to five times. Likewise beside the
+    training before `training.replan=auto` moves it."""
 
 
 @dataclass
@@ -491,8 +492,9 @@ class TrainingSettings:
     """How often the training may be started again after each kind of end: out of memory, a lost node, preemption ..."""
     replan: ReplanKind = field(default=ReplanKind.offer, metadata=NO_RESULT)
     """What happens when steps lastingly take another time than predicted, as on a network that others have begun to
-    use: `offer` says so, and which configuration on the same type of node would be better for the rest; `auto` has the
-    training save and go on there, at most twice; `off` (in a YAML file: 'off') does not look."""
+    use: `offer` says so, and which configuration on the same type of node would be better for the rest; `auto` measures
+    that beside the training (`search.verify_choice`) and, if it still pays, has the training save and go on there, at
+    most twice; `off` (in a YAML file: 'off') does not look."""
     trace_gradients: bool = False
     """Whether `train/gradients.csv` gets a row for each step: the gradient's norm, its variability (Eq. 5) and what it
     was scaled by. Costs a norm of all gradients a step on the first rank, in training only: profiling does without."""

@@ -4,6 +4,7 @@
       config.yaml  plan.json  journal/
       profile/<candidate>/attempt-<n>/rank-0003.csv  rank-0003.json
       fit.json  selection.json
+      probe/<candidate>/attempt-<n>/      as in profile/, measured beside the training
       train/attempt-<n>/  train/metrics.jsonl  train/result.json  train/checkpoints/  train/tensorboard/
       report.html  report/*.png
       scheduler/                 batch scripts and logs; nothing in it is ever read as a record
@@ -240,7 +241,7 @@ class RunFolder:
         return lines
 
     def attempt(self, job: str, number: int) -> AttemptFolder:
-        """Folder of one attempt at a job; jobs are `profile/<candidate>` and `train`."""
+        """Folder of one attempt at a job; jobs are `profile/<candidate>`, `train` and `probe/<candidate>`."""
         return AttemptFolder(self.path / job / f"attempt-{number}")
 
 

@@ -58,8 +58,8 @@ def slurm_settings() -> SlurmSettings:
 def test_a_training_leaves_a_network_that_has_become_busy(
     slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
 ):
-    """On two nodes while their link is fast; when its rate falls to a tenth the training saves, and goes on with one
-    node. Every epoch is trained once, and the user is told why."""
+    """On two nodes while their link is fast; when its rate falls to a tenth one node is measured while the training
+    runs, and then it saves and goes on there. Every epoch is trained once, and the user is told why."""
     (tmp_path / "workload").mkdir()
     (tmp_path / "steady_model.py").write_text(MODEL)
     (tmp_path / "workload" / "steady.yaml").write_text(WORKLOAD)
@@ -84,6 +84,13 @@ def test_a_training_leaves_a_network_that_has_become_busy(
     run = RunFolder(config.parent)
     state = Journal(run.journal).state()
     assert [(a.num_nodes, a.verdict) for a in state.of("train")] == [(2, Verdict.replanned), (1, Verdict.success)], text
+    (probe,) = state.of("probe/n001-b00032")
+    assert probe.verdict is Verdict.success, text
+    measured = (run.attempt(*probe.key).launch, run.attempt(*probe.key).rank_json(0))
+    left = run.attempt("train", 1).rank_error(0)
+    assert run.attempt("train", 1).launch.stat().st_mtime < measured[0].stat().st_mtime, text
+    assert measured[1].stat().st_mtime < left.stat().st_mtime, text
+    assert text.index("1 node with batch 32 a rank: a step takes") < text.index("the training saves and goes on"), text
     drift = state.drifts[0]
     assert (drift["cause"], drift["part"]) == ("steps", "sync")
     assert drift["headline"] in text

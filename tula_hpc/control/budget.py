@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, expected_attempt_s
-from tula_hpc.control.jobs import TRAIN, profile_job
+from tula_hpc.control.jobs import profile_job
 from tula_hpc.control.journal import Attempt, State
 from tula_hpc.control.packing import submissions
 from tula_hpc.control.verdicts import Verdict
@@ -49,7 +49,7 @@ def within_budget(settings: Settings, state: State, wanted: Round, minutes: floa
 
 def _own(state: State) -> list[Attempt]:
     """The attempts at profiling whose cost is this run's, whether they measured anything or not."""
-    attempts = [a for a in state.attempts.values() if a.job != TRAIN and a.verdict not in _COST_NOTHING]
+    attempts = [a for a in state.attempts.values() if a.is_profiling and a.verdict not in _COST_NOTHING]
     return [a for a in attempts if not a.tag.startswith("taken-")]
 
 

@@ -272,7 +272,7 @@ class Controller:
         return {self.jobs.candidate(a) for a in _profiled(self.journal.state(), {Verdict.success})}
 
     def _running(self) -> set[Candidate]:
-        return {self.jobs.candidate(a) for a in self.journal.state().open if a.job != TRAIN}
+        return {self.jobs.candidate(a) for a in self.journal.state().open if a.is_profiling}
 
     def _infeasible(self) -> set[Candidate]:
         return set(self._infeasible_because())
@@ -300,7 +300,7 @@ class Controller:
     def _too_large(self) -> list[Attempt]:
         """Attempts at profiling whose batch did not fit in memory."""
         attempts = self.journal.state().attempts.values()
-        return [a for a in attempts if a.job != TRAIN and a.verdict in self.jobs.too_large(a.node_type)]
+        return [a for a in attempts if a.is_profiling and a.verdict in self.jobs.too_large(a.node_type)]
 
     # --- models and choice ------------------------------------------------------------------------------------------
 
@@ -401,13 +401,13 @@ class Controller:
         time_limit_min = self._train_time_limit_min(chosen["predicted"]["train_time_s"], candidate.node_type)
         while True:
             last, memory_gib = self.journal.state().last(TRAIN), None
-            if last is not None:
-                self.next_steps.refuse_to_repeat(last)
-                candidate, memory_gib = self.next_steps.after(last)
-                if last.verdict is Verdict.replanned and last.successor is not None:
-                    time_limit_min = self._train_time_limit_min(last.successor.train_time_s, last.node_type)
             samples_before = checkpoint_samples(self.run)
-            if last is None or last.verdict is not None:
+            if not self.journal.state().open:  # else it runs, or what was measured beside it
+                if last is not None:
+                    self.next_steps.refuse_to_repeat(last)
+                    candidate, memory_gib = self.next_steps.after(last)
+                    if last.verdict is Verdict.replanned and last.successor is not None:
+                        time_limit_min = self._train_time_limit_min(last.successor.train_time_s, last.node_type)
                 training = Submission([candidate], time_limit_min, memory_gib=memory_gib)
                 while (limit := self.jobs.submit(TRAIN, training)) is not None:
                     self.display.waiting("the training", str(limit))
@@ -418,12 +418,11 @@ class Controller:
             assert last.verdict is not None
             if last.verdict is Verdict.success:
                 return
-            self.display.say(
-                f"training with batch {candidate.global_batch}: {last.verdict.value.replace('_', ' ')}: {last.reason}"
-            )
+            batch, word = self.jobs.candidate(last).global_batch, last.verdict.value.replace("_", " ")
+            self.display.say(f"training with batch {batch}: {word}: {last.reason}")
             if not self.next_steps.training_may_go_on(last, progressed=checkpoint_samples(self.run) > samples_before):
                 raise TulaError(
-                    f"the training did not end: {last.verdict.value.replace('_', ' ')}: {last.reason}\n"
+                    f"the training did not end: {word}: {last.reason}\n"
                     f"Its folder is {self.run.attempt(TRAIN, last.number).path}. The same command goes on from the "
                     f"newest checkpoint{if_cancelled(last)}."
                 )
@@ -438,7 +437,7 @@ class Controller:
 
     def _watch_training(self, looks: list[Look]) -> None:
         progress = self.run.read_progress()
-        self.replanning.look(progress)
+        self.replanning.look(progress, looks)
         drift = next((self.journal.state().drift_of(look.attempt) for look in looks), None)
         self.display.training(looks, progress, self.run.read_metrics()[-1:], drift["headline"] if drift else "")
 
@@ -473,7 +472,7 @@ def _memory_words(submission: Submission) -> str:
 
 
 def _profiled(state: State, verdicts: Collection[Verdict]) -> list[Attempt]:
-    return [a for a in state.attempts.values() if a.job != TRAIN and a.verdict in verdicts]
+    return [a for a in state.attempts.values() if a.is_profiling and a.verdict in verdicts]
 
 
 def _plain_row(row: dict[Any, Any]) -> dict[str, Any]:

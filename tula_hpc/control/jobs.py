@@ -20,7 +20,7 @@ from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, Sub
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
 
-TRAIN = "train"
+TRAIN, PROBE = "train", "probe"
 ROOM_PATIENCE_S = 600.0
 """How long to wait for the end of a job before a full queue is tried again all the same."""
 
@@ -29,8 +29,12 @@ def profile_job(candidate: Candidate) -> str:
     return f"profile/{candidate.name}"
 
 
+def probe_job(candidate: Candidate) -> str:
+    return f"{PROBE}/{candidate.name}"
+
+
 def _job(kind: str, candidate: Candidate) -> str:
-    return profile_job(candidate) if kind == "profile" else TRAIN
+    return {"profile": profile_job(candidate), PROBE: probe_job(candidate), TRAIN: TRAIN}[kind]
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Jobs:
         another; nothing is written or submitted.
 
         Args:
-            kind: `profile` or `train`; a training is submitted alone.
+            kind: `profile`, `probe` or `train`; a training is submitted alone.
             candidates: What each attempt of it runs.
             time_limit_min: Time limit of each job; None: no limit.
             one_after_another: One job runs them all; otherwise each has its own.
@@ -103,12 +107,17 @@ class Jobs:
             ranks_per_node=cluster.ranks_per_node,
             time_limit_min=time_limit_min,
             max_running=cluster.max_running_jobs,
-            measures=kind == "profile",
+            measures=kind != TRAIN,
             memory_gib=memory_gib,
             excluded_hosts=state.broken_hosts,
             one_after_another=one_after_another,
             node_type=node_type,
         )
+
+    @property
+    def run_beside_each_other(self) -> bool:
+        """Whether a job can run while another one does."""
+        return not self._scheduler.one_host
 
     def why_rejected(self, kind: str, submission: Submission) -> str | None:
         """The scheduler's words if it would refuse a submission; nothing is written or submitted."""
@@ -128,7 +137,7 @@ class Jobs:
         """Submit attempts at all candidates, in as few submissions as the scheduler's limits allow.
 
         Args:
-            kind: `profile` or `train`; a training is submitted alone.
+            kind: `profile`, `probe` or `train`; a training is submitted alone.
             submission: What to run, and how.
 
         Returns:
@@ -219,7 +228,7 @@ class Jobs:
         write_json(
             folder.request,
             {
-                "kind": kind,
+                "kind": TRAIN if kind == TRAIN else "profile",
                 "settings": to_plain(self._settings.of_type(candidate.node_type)),
                 **candidate.record(),
                 "time_limit_min": time_limit_min,
@@ -364,7 +373,8 @@ class Jobs:
         return None
 
     def point(self, attempt: Attempt) -> dict[str, Any]:
-        """What a profiling attempt measured, as `read_point` gives it; read once, because a whole record never changes.
+        """What an attempt at profiling, or a probe, measured, as `read_point` gives it; read once: a whole record
+        never changes.
 
         Raises:
             RecordError: As `read_point` does.
@@ -417,7 +427,7 @@ class Jobs:
         """Take back the success of attempts whose records cannot be read any more, and say which."""
         damaged = []
         for attempt in self._journal.state().attempts.values():
-            if attempt.job != TRAIN and attempt.verdict is Verdict.success:
+            if attempt.is_profiling and attempt.verdict is Verdict.success:
                 why = self._what_is_missing(attempt, self._run.attempt(attempt.job, attempt.number))
                 if why is not None:
                     self._journal.concluded(attempt, Verdict.incomplete, why)

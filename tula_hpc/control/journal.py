@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Attempt:
     """One attempt at a job, as the journal tells it."""
 
     job: str
-    """`profile/<candidate>` or `train`."""
+    """`profile/<candidate>`, `train`, or `probe/<candidate>` beside the training."""
     number: int
     tag: str
     """Unique name under which the scheduler knows it."""
@@ -64,6 +64,28 @@ class Attempt:
     def key(self) -> tuple[str, int]:
         return self.job, self.number
 
+    @property
+    def is_profiling(self) -> bool:
+        return self.job.startswith("profile/")
+
+    @property
+    def is_probe(self) -> bool:
+        return self.job.startswith("probe/")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A configuration that a training would move to, and that is measured beside it before."""
+
+    attempt: int
+    """Number of the training's attempt."""
+    num_nodes: int
+    batch_per_rank: int
+    step_time_s: float
+    """As predicted when it was offered."""
+    probe: int
+    """Number of the first attempt at measuring it for this."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -76,6 +98,8 @@ class State:
     """The last of these starts that was to go on with a cancelled run: what was cancelled before it runs again."""
     drifts: tuple[dict[str, Any], ...] = ()
     """Lasting changes of the training's step time, as `replanning` told them, oldest first."""
+    moves: tuple[Move, ...] = ()
+    """What the training would move to since the newest of these changes, oldest first."""
 
     def of(self, job: str) -> list[Attempt]:
         """Attempts at one job, oldest first."""
@@ -131,6 +155,7 @@ class Journal:
         self._start = 0
         self._lifted = 0
         self._drifts: list[dict[str, Any]] = []
+        self._moves: list[Move] = []
         self._state: State | None = None
         self._number = 0
         self._flushed_later = False
@@ -146,7 +171,9 @@ class Journal:
     def state(self) -> State:
         """What all events add up to."""
         if self._state is None:
-            self._state = State(dict(self._attempts), self._start, self._lifted, tuple(self._drifts))
+            self._state = State(
+                dict(self._attempts), self._start, self._lifted, tuple(self._drifts), tuple(self._moves)
+            )
         return self._state
 
     @contextmanager
@@ -191,6 +218,9 @@ class Journal:
             )
         elif event["event"] == "drift":
             self._drifts.append(event)
+            self._moves.clear()  # they were for steps as they were before
+        elif event["event"] == "move":
+            self._moves.append(Move(**{each.name: event[each.name] for each in fields(Move)}))
         elif event["event"] == "verdict":
             verdict = Verdict(event["verdict"])
             self._attempts[key] = replace(
@@ -234,6 +264,10 @@ class Journal:
     def drifted(self, attempt: Attempt, **what: Any) -> None:
         """A training's steps have lastingly come to take another time, and this is what follows from it."""
         self._append("drift", job=attempt.job, attempt=attempt.number, **what)
+
+    def moving(self, move: Move) -> None:
+        """A training would go on elsewhere, which is measured first."""
+        self._append("move", job="train", **asdict(move))
 
     def note(self, text: str) -> None:
         """Something a reader of the journal should know, such as measurements taken over from another run."""

@@ -19,8 +19,9 @@ import pandas as pd
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ControllerKind, ReplanKind, Settings
 from tula_hpc.control.choosing import chosen_fit, fit_of, predicted_on
-from tula_hpc.control.jobs import TRAIN, Jobs
-from tula_hpc.control.journal import Attempt, Journal, Successor
+from tula_hpc.control.jobs import TRAIN, Jobs, Look
+from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.moving import MOVED_ENOUGH, Moving
 from tula_hpc.display import duration, nodes_and_batch
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.models.drift import LASTING, Cause, Drift, Expected, Window, lasting_drift
@@ -28,15 +29,12 @@ from tula_hpc.models.limits import SECONDS_PER_HOUR, Limits, NoFeasibleConfigura
 from tula_hpc.models.posterior import correction
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
-from tula_hpc.models.replan import Offer, Part, Refit, better, refit, relaunched, with_row
+from tula_hpc.models.replan import Offer, Part, Refit, better, refit, relaunched, with_probes, with_row
 from tula_hpc.models.selection import Objective
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json
 
-MAX_REPLANS = 2
-"""How often `training.replan=auto` moves one training: a cluster whose state changes more often is not worth following,
-since every move waits in the queue. Between two moves lie at least the `LASTING` windows that a new drift takes."""
 LEAST_LIMIT = 1e-9
 """What is left of a limit that is used up; 0 would be no limit."""
 
@@ -61,17 +59,23 @@ class Replanning:
 
     def __post_init__(self) -> None:
         self._seen: Window | None = None
-        self._reconsidered = False
+        self._reconsidered: tuple[str, int] | None = None
+        self.moving = Moving(self.settings, self.run, self.journal, self.jobs, self.say)
 
-    def look(self, progress: dict[str, Any]) -> None:
+    def look(self, progress: dict[str, Any], looks: list[Look]) -> None:
         """Compare the training's newest steps with what is expected; tell what is lasting, and act on it if wanted.
 
         Args:
             progress: What the training last told of itself.
+            looks: What was seen of the run's jobs.
         """
+        measured = self.moving.look(looks)
         state, wanted = self.journal.state(), self.settings.training.replan
         attempt = state.last(TRAIN)
         if wanted is ReplanKind.off or attempt is None or not (attempt.verdict is attempt.ending is None):
+            return
+        if measured:
+            self._go_on_from(attempt, state.drifts[-1], progress)
             return
         windows = self._windows(attempt, progress)
         if len(windows) < LASTING or windows[-1] == self._seen:
@@ -86,12 +90,22 @@ class Replanning:
             self._reconsider(attempt, told, progress)
 
     def _reconsider(self, attempt: Attempt, told: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Take what was offered before this controller was started with `auto`, if it still pays; asked once."""
-        if not self._reconsidered:
-            self._reconsidered = True
+        """Take what was offered before this controller was started with `auto`, or to an attempt before this one, if it
+        still pays; asked once."""
+        if self._reconsidered != attempt.key and not self.moving.is_measuring():
+            self._reconsidered = attempt.key
             offer, _ = self._offer(attempt, StepTimeFit.from_dict(told["step_time"]), progress)
             if offer is not None:
-                self._take(attempt, offer, told["headline"])
+                self.moving.to(attempt, offer, told["headline"])
+
+    def _go_on_from(self, attempt: Attempt, told: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Compare again with what was measured beside the training, and move if that still pays."""
+        offer, advice = self._offer(attempt, StepTimeFit.from_dict(told["step_time"]), progress)
+        if offer is None:
+            self.say(f"the training stays where it is. {advice}")
+        else:
+            self.say(advice)
+            self.moving.to(attempt, offer, told["headline"])
 
     def _windows(self, attempt: Attempt, progress: dict[str, Any]) -> list[Window]:
         """The steps that the attempt's newest launch has told of; none before it has."""
@@ -116,8 +130,16 @@ class Replanning:
         points = self._fit_record(attempt)["points"]
         wait_per_sample_s = float(pd.Series([p["data_s"] / p["batch_per_rank"] for p in points]).median())
         wait_s = wait_per_sample_s * attempt.batch_per_rank
+        corrected *= self._probed_over_predicted(attempt, corrected * float(fit.predict(row)[0]))
         expected_s, low_s, high_s = (corrected * float(seconds[0]) for seconds in (fit.predict(row), *ends))
         return Expected.predicted(expected_s, low_s, high_s, wait_s)
+
+    def _probed_over_predicted(self, attempt: Attempt, predicted_s: float) -> float:
+        """What the step time was when the attempt's configuration was measured before the move there; 1 if it was
+        not."""
+        here = self.jobs.candidate(attempt)
+        points = [p for p in self.moving.probed(attempt).points if Candidate.from_record(p) == here]
+        return float(points[-1]["step_time_s"]) / predicted_s if points else 1.0
 
     def _corrected(self, attempt: Attempt) -> float:
         """What the profiled points correct the prediction of an attempt's configuration by, as a factor."""
@@ -168,7 +190,7 @@ class Replanning:
         )
         self.say(f"{headline}. {words}")
         if offer is not None and self.settings.training.replan is ReplanKind.auto:
-            self._take(attempt, offer, headline)
+            self.moving.to(attempt, offer, headline)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -207,6 +229,8 @@ class Replanning:
         }
         epochs = left / settings.train_samples
         table = predicted_on(settings, running.node_type, fits, price, drifted=fit, epochs=epochs, ran_out=ran_out)
+        probed = self.moving.probed(attempt)
+        table = with_probes(table, fit, running, probed.points, probed.why_not)
         start_s, last_wait_s = self._last_start(attempt, progress)
         waits = self.queue_waits(table)
         wait_s = {
@@ -261,24 +285,11 @@ class Replanning:
             f"{duration(_rounded(offer.left_here_s))}{costs} ({offer.why})."
         )
         if self.settings.training.replan is ReplanKind.auto:
-            if self._replans() >= MAX_REPLANS:
-                return f"{words} It stays where it is: training.replan=auto has moved it {MAX_REPLANS} times."
-            return words
+            return words if self.moving.may_move() else f"{words} It stays where it is: {MOVED_ENOUGH}."
         command = shlex.join([*read_json(self.run.plan)["command"], "training.replan=auto"])
         here = self.settings.controller.kind is ControllerKind.here
         stop = "end this command (Ctrl-C)" if here else "scancel the controller's job, which `status` names,"
         return f"{words} To go on there, {stop} and give: {command}"
-
-    def _replans(self) -> int:
-        return sum(a.successor is not None for a in self.journal.state().of(TRAIN))
-
-    def _take(self, attempt: Attempt, offer: Offer, why: str) -> None:
-        if self._replans() >= MAX_REPLANS:
-            return
-        there = offer.candidate
-        self.say(f"the training saves and goes on with {nodes_and_batch(there)}")
-        successor = Successor(there.num_nodes, there.batch_per_rank, offer.train_time_s)
-        self.jobs.replan(attempt, successor, f"{why}; it goes on with {nodes_and_batch(there)}")
 
 
 def _headline(drift: Drift) -> str:

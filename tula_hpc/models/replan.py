@@ -21,8 +21,10 @@ but the running one: the wait in the queue, the time until the first step, and t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +32,7 @@ from scipy import optimize
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.models.limits import Limits
+from tula_hpc.models.posterior import correction
 from tula_hpc.models.selection import Objective, select
 from tula_hpc.models.step_time import StepTimeFit, StepTimeModel, fit_step_time
 
@@ -41,6 +44,11 @@ MIN_FACTOR = 0.2
 CLEAR_GAIN = 0.10
 """Share of what is left that a new start must save: how the drift reaches other configurations is an assumption, and
 two starts cost the user's trust more than a few percent are worth."""
+
+_SIZES = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+_IN_STEPS = ["step_time_s", "step_time_low_s", "step_time_high_s", "epoch_time_s", "train_time_s", "train_time_low_s"]
+_IN_STEPS += ["train_time_high_s", "interruptions_s", "cost", "time_to_result_s"]
+"""Columns of a candidate table that are proportional to the step time."""
 
 _COMPUTE = {StepTimeModel.OVERLAP: ("alpha", "beta", "t0"), StepTimeModel.ADDITIVE: ("alpha", "beta")}
 _SYNC = {StepTimeModel.OVERLAP: ("c_ring", "lambda", "kappa"), StepTimeModel.ADDITIVE: ("s", "l")}
@@ -123,8 +131,7 @@ def _predict(fit: StepTimeFit, candidate: Candidate) -> float:
 
 
 def _row(candidate: Candidate) -> pd.DataFrame:
-    keys = ["num_nodes", "gpus_per_node", "batch_per_rank"]
-    return pd.DataFrame([[candidate.num_nodes, candidate.gpus_per_node, candidate.batch_per_rank]], columns=keys)
+    return pd.DataFrame([[candidate.num_nodes, candidate.gpus_per_node, candidate.batch_per_rank]], columns=_SIZES)
 
 
 # --- the offer --------------------------------------------------------------------------------------------------------
@@ -139,6 +146,7 @@ class Offer:
     """Seconds it would take, with the wait and the new start."""
     train_time_s: float
     """Seconds of them in steps."""
+    step_time_s: float
     left_here_s: float
     """Seconds that the running one would take; infinite where it would never get from a checkpoint to the next."""
     cost: float | None
@@ -146,6 +154,39 @@ class Offer:
     cost_here: float | None
     why: str
     """What it is better in, for a sentence."""
+
+
+def with_probes(
+    table: pd.DataFrame,
+    fit: StepTimeFit,
+    running: Candidate,
+    probes: list[dict[str, Any]],
+    why_not: Mapping[Candidate, str],
+) -> pd.DataFrame:
+    """A candidate table that knows what was measured since the fit: that takes as long as it took, and what is near it
+    differs from its prediction the less, the further away (see `posterior`).
+
+    Args:
+        table: From `candidate_table` without waits, by `fit` and what had been measured before.
+        fit: As in the table.
+        running: What the training runs at, which the table agrees with.
+        probes: num_nodes, gpus_per_node, batch_per_rank, step_time_s of each measurement.
+        why_not: What is infeasible since then, and why.
+    """
+    table = table.copy()
+    table["feasible"] = table["feasible"].astype(bool)
+    for candidate, why in why_not.items():
+        rows = _is(table, candidate)
+        table["feasible"] &= ~rows
+        table.loc[rows, "why_infeasible"] = why
+    if not probes:
+        return table
+    here = table.loc[_is(table, running)].to_dict("records")
+    measured = pd.DataFrame([*probes, *here])[[*_SIZES, "step_time_s"]]
+    before = measured[_SIZES].merge(table, on=_SIZES, how="left")["step_time_s"].to_numpy()
+    measured["step_time_s"] *= fit.predict(measured) / before
+    table[_IN_STEPS] = table[_IN_STEPS].mul(correction(fit, measured, table), axis=0)
+    return table
 
 
 def relaunched(table: pd.DataFrame, running: Candidate, start_s: float, wait_s: dict[int, float]) -> pd.DataFrame:
@@ -205,6 +246,7 @@ def better(
         candidate=choice.candidate,
         left_s=float(there["time_to_result_s"]),
         train_time_s=float(there["train_time_s"]) - start_s,
+        step_time_s=float(there["step_time_s"]),
         left_here_s=float(here["time_to_result_s"]),
         cost=_known(there["cost"]),
         cost_here=_known(here["cost"]),
