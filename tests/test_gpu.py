@@ -20,6 +20,8 @@ from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.bounded import BoundedOptimizer
+from tula_hpc.ranks.clock import ForwardTimes
+from tula_hpc.ranks.launch import Rank
 from tula_hpc.runs import RunFolder, read_json
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -66,6 +68,28 @@ def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(
     assert [a.verdict for a in attempts] == [Verdict.cuda_oom, Verdict.success]
     assert "out of memory" in attempts[0].reason
     assert read_json(run.train_result)["batch_per_rank"] == chosen // 2
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_forward_times_do_not_wait_for_the_gpu(tmp_path: Path):
+    """Passes are timed by events that are read when they have come: the host goes on, and in the end all are there."""
+    device = torch.device("cuda")
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(20))).to(device)
+    path = tmp_path / "rank-0000.json"
+    own = ForwardTimes(model, device, path, Rank(0, 2, 0, "launch", "job"), skipped_passes=2)
+    inputs = torch.randn(4096, 2048, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(12):
+            model(inputs).sum().backward()
+            if number == 5:
+                own.close_window()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    own.close_window()
+    assert not own._under_way
+    assert all(seconds > 0 for _, seconds in read_json(path)["windows"])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -494,7 +494,7 @@ class TrainingSettings:
     """What happens when steps lastingly take another time than predicted, as on a network that others have begun to
     use: `offer` says so, and which configuration on the same type of node would be better for the rest; `auto` measures
     that beside the training (`search.verify_choice`) and, if it still pays, has the training save and go on there, at
-    most twice; `off` (in a YAML file: 'off') does not look."""
+    most twice, likewise without a node that has become slow; `off` (in a YAML file: 'off') does not look."""
     trace_gradients: bool = False
     """Whether `train/gradients.csv` gets a row for each step: the gradient's norm, its variability (Eq. 5) and what it
     was scaled by. Costs a norm of all gradients a step on the first rank, in training only: profiling does without."""

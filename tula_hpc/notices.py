@@ -44,7 +44,8 @@ def drift_notice(records: Records) -> str:
     items = [f"{sentence(drift['headline'])}. {drift['words']}" for drift in records.drifts]
     for a in records.attempts:
         if a.verdict is Verdict.replanned and a.successor is not None:
-            there = nodes_and_batch(a.successor)
+            without = f", without {a.successor.without}" if a.successor.without else ""
+            there = f"{nodes_and_batch(a.successor)}{without}"
             items.append(f"Attempt {a.number} of the training saved, and the next one went on with {there}.")
     if not items:
         return ""

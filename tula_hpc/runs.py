@@ -185,6 +185,10 @@ class RunFolder:
         """Where the training is, rewritten every few seconds by rank 0."""
         return self.train / "progress.json"
 
+    def forward_times(self, rank: int) -> Path:
+        """What a rank of the training has told of its own forward passes; rewritten a hundred times in a training."""
+        return self.train / "forward" / f"rank-{rank:04d}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.train / "checkpoints"

@@ -119,6 +119,15 @@ class Jobs:
         """Whether a job can run while another one does."""
         return not self._scheduler.one_host
 
+    def wait_without(self, host: str, candidate: Candidate, time_limit_min: int | None) -> float | None:
+        """Seconds that a training would wait for its nodes without a host, 0 where nobody knows; None if the cluster
+        has too few others."""
+        request = self.request(TRAIN, [candidate], time_limit_min)
+        request = replace(request, excluded_hosts=tuple(sorted({*request.excluded_hosts, host})))
+        if self._scheduler.why_rejected(request) is not None:
+            return None
+        return self._scheduler.expected_wait_s(request) or 0.0
+
     def why_rejected(self, kind: str, submission: Submission) -> str | None:
         """The scheduler's words if it would refuse a submission; nothing is written or submitted."""
         self._heartbeat()
@@ -317,6 +326,8 @@ class Jobs:
         if attempt.ending is not None and verdict is not Verdict.success and not cancelled_meanwhile:
             verdict, reason = attempt.ending, attempt.reason
         broken = self._scheduler.broken_hosts(seen.hosts) if verdict is Verdict.node_failure and seen.hosts else []
+        if verdict is Verdict.replanned and attempt.successor is not None and attempt.successor.without:
+            broken = [attempt.successor.without]
         if broken:
             reason += f"; {', '.join(broken)} will not be used again"
         self._journal.concluded(attempt, verdict, reason, broken)

@@ -28,6 +28,8 @@ class Successor:
     batch_per_rank: int
     train_time_s: float
     """Predicted time of the steps that are left."""
+    without: str = ""
+    """A slow host that it is not to run on."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Attempt:
     verdict: Verdict | None = None
     reason: str = ""
     broken_hosts: tuple[str, ...] = ()
-    """Hosts that were found down when the attempt had ended."""
+    """Hosts that were found down when the attempt had ended, or that it had end because they were slow."""
     start: int = 0
     """How often a user had started the run's controller when the attempt was made; retries are counted from there."""
     successor: Successor | None = None
@@ -123,10 +125,12 @@ class State:
         return {a.verdict for a in self.attempts.values() if a.tag == tag}
 
     def drift_of(self, attempt: Attempt) -> dict[str, Any] | None:
-        """The newest drift, if it was told of what the attempt runs at."""
+        """The newest drift, if it was told of what the attempt runs at, and not of a node that is left out since."""
         newest = self.drifts[-1] if self.drifts else None
+        if newest is None or newest.get("node") in self.broken_hosts:
+            return None
         here = attempt.num_nodes, attempt.batch_per_rank
-        return newest if newest and (newest["num_nodes"], newest["batch_per_rank"]) == here else None
+        return newest if (newest["num_nodes"], newest["batch_per_rank"]) == here else None
 
     def cancelled_jobs(self) -> list[str]:
         """Jobs that were cancelled and are not wanted again since."""
@@ -135,7 +139,7 @@ class State:
 
     @property
     def broken_hosts(self) -> tuple[str, ...]:
-        """Hosts that took one of this run's jobs down with them."""
+        """Hosts that took one of this run's jobs down with them, or slowed its training down."""
         return tuple(sorted({host for a in self.attempts.values() for host in a.broken_hosts}))
 
     @cached_property

@@ -133,6 +133,20 @@ class Moving:
             self.journal.moving(move)
             self._measure(move)
 
+    def leave_out(self, attempt: Attempt, host: str, train_time_s: float, why: str) -> None:
+        """Have the training save and go on as it is, but without a slow host: nothing of it is to be measured.
+
+        Args:
+            attempt: What runs.
+            host: The run does not use it again.
+            train_time_s: Of the steps that are left, elsewhere.
+            why: What of the steps led to it.
+        """
+        if self.may_move():
+            self.say(f"the training saves and goes on without {host}")
+            successor = Successor(attempt.num_nodes, attempt.batch_per_rank, train_time_s, host)
+            self.jobs.replan(attempt, successor, f"{why}; it goes on without {host}")
+
     def probed(self, attempt: Attempt) -> Probed:
         """What is known beyond the profiled points since the steps changed.
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ControllerKind, ReplanKind, Settings
+from tula_hpc.control import slow_node
 from tula_hpc.control.choosing import chosen_fit, fit_of, predicted_on
 from tula_hpc.control.jobs import TRAIN, Jobs, Look
 from tula_hpc.control.journal import Attempt, Journal
@@ -29,8 +30,9 @@ from tula_hpc.models.limits import SECONDS_PER_HOUR, Limits, NoFeasibleConfigura
 from tula_hpc.models.posterior import correction
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
-from tula_hpc.models.replan import Offer, Part, Refit, better, refit, relaunched, with_probes, with_row
+from tula_hpc.models.replan import CLEAR_GAIN, Offer, Part, Refit, better, refit, relaunched, with_probes, with_row
 from tula_hpc.models.selection import Objective
+from tula_hpc.models.slow_host import SlowHost
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json
@@ -39,8 +41,8 @@ LEAST_LIMIT = 1e-9
 """What is left of a limit that is used up; 0 would be no limit."""
 
 _MEANINGS = {
-    Part.SYNC: "taken for synchronisation {by}, as on a network that others use; a slow node would look the same",
-    Part.COMPUTE: "taken for computation {by}: look for other load on the nodes, lower clocks, or a slow node",
+    Part.SYNC: "taken for synchronisation {by}, as on a network that others use",
+    Part.COMPUTE: "taken for computation {by}: look for other load on the nodes, or lower clocks",
     Part.ALL: "taken for whole steps {by}",
 }
 
@@ -86,14 +88,21 @@ class Replanning:
         drift = lasting_drift(windows, expected)
         if drift is not None:
             self._tell(attempt, drift, progress)
-        elif told and told["offer"] and wanted is ReplanKind.auto and all(map(expected.agrees, windows[-LASTING:])):
+        elif told and wanted is ReplanKind.auto and all(map(expected.agrees, windows[-LASTING:])):
             self._reconsider(attempt, told, progress)
 
     def _reconsider(self, attempt: Attempt, told: dict[str, Any], progress: dict[str, Any]) -> None:
         """Take what was offered before this controller was started with `auto`, or to an attempt before this one, if it
         still pays; asked once."""
-        if self._reconsidered != attempt.key and not self.moving.is_measuring():
-            self._reconsidered = attempt.key
+        if self._reconsidered == attempt.key or self.moving.is_measuring():
+            return
+        self._reconsidered = attempt.key
+        if told["cause"] == Cause.NODE.value:
+            step_s, usual_s = told["step_time_s"], told["expected_step_time_s"]
+            left_s, _ = self._without(attempt, told["node"], step_s, usual_s, progress)
+            if left_s is not None:
+                self.moving.leave_out(attempt, told["node"], left_s, told["headline"])
+        elif told["offer"]:
             offer, _ = self._offer(attempt, StepTimeFit.from_dict(told["step_time"]), progress)
             if offer is not None:
                 self.moving.to(attempt, offer, told["headline"])
@@ -158,8 +167,14 @@ class Replanning:
         offer, fit, found = None, self._fit_before(attempt, record), None
         told = self.journal.state().drift_of(attempt)
         again = told is not None and self._predicted(fit, attempt).holds(drift.step_time_s)
-        headline = _again(drift) if again else _headline(drift)
-        if drift.cause is Cause.DATA:
+        headline, cause, node, left_s = _again(drift) if again else _headline(drift), drift.cause, None, None
+        if cause is Cause.STEPS and not again:
+            node = self._slow_node(attempt, drift, record)
+        if node is not None:
+            cause = Cause.NODE
+            headline += f": node {node.host} computes {node.ratio:.2f} x as long as the others"
+            left_s, words = self._without(attempt, node.host, drift.step_time_s, drift.expected.step_time_s, progress)
+        elif cause is Cause.DATA:
             words = (
                 f"A step waits {duration(drift.data_wait_s)} for its data: more data.loader_workers (now "
                 f"{self.settings.data.loader_workers}; another number is another run) or nearer data would help, other "
@@ -180,17 +195,26 @@ class Replanning:
             step_time_s=drift.step_time_s,
             data_wait_s=drift.data_wait_s,
             expected_step_time_s=drift.expected.step_time_s,
-            cause=drift.cause.value,
+            cause=cause.value,
             part=None if found is None else found.part.value,
             factor=None if found is None else found.factor,
             step_time=fit.to_dict(),
             offer=None if offer is None else _offer_record(offer),
+            **({} if node is None else {"node": node.host}),
             headline=headline,
             words=words,
         )
         self.say(f"{headline}. {words}")
-        if offer is not None and self.settings.training.replan is ReplanKind.auto:
+        if self.settings.training.replan is not ReplanKind.auto:
+            return
+        if offer is not None:
             self.moving.to(attempt, offer, headline)
+        elif node is not None and left_s is not None:
+            self.moving.leave_out(attempt, node.host, left_s, headline)
+
+    def _slow_node(self, attempt: Attempt, drift: Drift, record: Mapping[str, Any]) -> SlowHost | None:
+        launch = read_json(self.run.attempt(attempt.job, attempt.number).launch)["launch"]
+        return slow_node.cause_of(drift, self.run, launch, self.jobs.candidate(attempt), record["points"])
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -284,12 +308,44 @@ class Replanning:
             f"{duration(_rounded(new_start_s))} of it for the queue and a new start, instead of "
             f"{duration(_rounded(offer.left_here_s))}{costs} ({offer.why})."
         )
+        return f"{words}{self._how('there')}"
+
+    def _without(
+        self, attempt: Attempt, host: str, step_s: float, usual_s: float, progress: dict[str, Any]
+    ) -> tuple[float | None, str]:
+        """Seconds of the steps left on other nodes, where a new start without a slow one pays; and what to say of it.
+
+        Args:
+            attempt: What runs.
+            host: The slow one.
+            step_s: What a step takes with it.
+            usual_s: And without it.
+            progress: What the training last told of itself.
+        """
+        running, folder = self.jobs.candidate(attempt), self.run.attempt(attempt.job, attempt.number)
+        wait_s = self.jobs.wait_without(host, running, read_json(folder.request)["time_limit_min"])
+        if wait_s is None:
+            return None, "The cluster has no other node in its place, so the training goes on with it."
+        steps = (progress["of_samples"] - progress["samples"]) / running.global_batch
+        new_start_s, here_s = self._last_start(attempt, progress)[0] + wait_s, steps * step_s
+        there_s = steps * usual_s + new_start_s
+        if there_s > (1 - CLEAR_GAIN) * here_s:
+            return None, "For what is left a new start without it would not pay."
+        there, new_start, here = (duration(_rounded(seconds)) for seconds in (there_s, new_start_s, here_s))
+        words = (
+            f"Without it what is left would take {there}, {new_start} of it for the queue and a new start, instead of "
+            f"{here}."
+        )
+        return steps * usual_s, f"{words}{self._how('without it')}"
+
+    def _how(self, where: str) -> str:
+        """How the user has a training go on so, if that is theirs to do."""
         if self.settings.training.replan is ReplanKind.auto:
-            return words if self.moving.may_move() else f"{words} It stays where it is: {MOVED_ENOUGH}."
+            return "" if self.moving.may_move() else f" It stays where it is: {MOVED_ENOUGH}."
         command = shlex.join([*read_json(self.run.plan)["command"], "training.replan=auto"])
         here = self.settings.controller.kind is ControllerKind.here
         stop = "end this command (Ctrl-C)" if here else "scancel the controller's job, which `status` names,"
-        return f"{words} To go on there, {stop} and give: {command}"
+        return f" To go on {where}, {stop} and give: {command}"
 
 
 def _headline(drift: Drift) -> str:

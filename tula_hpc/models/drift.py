@@ -99,6 +99,8 @@ class Cause(str, Enum):
 
     DATA = "data"
     STEPS = "steps"
+    NODE = "node"
+    """One that computes longer than the others; see `slow_host`."""
 
 
 @dataclass(frozen=True)

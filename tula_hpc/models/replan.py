@@ -3,16 +3,16 @@
 A single configuration is measured, so what it implies for the others must be assumed, and the assumption is named:
 
     sync      t_sync times a factor, computation as profiled: links between nodes that others use as well
-    compute   t_compute times a factor: other load on the nodes, lower clocks, or one slow node
+    compute   t_compute times a factor: other load on the nodes, or lower clocks
     all       the whole step times a factor
 
 The factor is the one with which the prediction of the measured configuration is what was measured. On several nodes it
 is synchronisation that is scaled, as far as that explains the time with a factor between `MIN_FACTOR` and `MAX_FACTOR`;
-a configuration on one node, or without synchronisation to speak of, has its computation scaled. A slow node looks like
-a slow network from here, and other configurations may or may not get that node, so the user is told to look. On real
-links that fell from 1 Gbit/s to 200 and 100 Mbit/s the predictions of the other configurations were off by 45 and 65 %
-(median) with the fit from before, and by 6 and 9 % (overlap; 4 and 2 %, additive) once one of them had told its step
-time (tests/data/busy_network.csv).
+a configuration on one node, or without synchronisation to speak of, has its computation scaled. A slow node would look
+like a slow network from here; the ranks' own forward times tell it before (`slow_host`), and then nothing is refitted.
+On real links that fell from 1 Gbit/s to 200 and 100 Mbit/s the predictions of the other configurations were off by 45
+and 65 % (median) with the fit from before, and by 6 and 9 % (overlap; 4 and 2 %, additive) once one of them had told
+its step time (tests/data/busy_network.csv).
 
 The steps left are then priced as at the first choice, with what a new start costs on the side of every configuration
 but the running one: the wait in the queue, the time until the first step, and the cost of the nodes meanwhile.
@@ -37,8 +37,7 @@ from tula_hpc.models.selection import Objective, select
 from tula_hpc.models.step_time import StepTimeFit, StepTimeModel, fit_step_time
 
 MAX_FACTOR = 20.0
-"""A part of the step slowed down by more than this is less likely than another cause; such as a slow node, where it is
-synchronisation."""
+"""A part of the step slowed down by more than this is less likely than another cause."""
 MIN_FACTOR = 0.2
 """And one that became faster than this."""
 CLEAR_GAIN = 0.10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 # Launchers we know: variables for rank, world size, rank on the host, and what identifies the launch. Ours comes first:
@@ -44,6 +45,11 @@ def this_rank() -> Rank:
                 parts[0],
             )
     return Rank(0, 1, 0, f"pid-{os.getpid()}", f"pid-{os.getpid()}")
+
+
+def this_host() -> str:
+    """The host's name, as Slurm knows it where it is in a Slurm job."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def on_one_host() -> bool:

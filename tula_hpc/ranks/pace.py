@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 LEAST_STEPS = 10
 """Of a window: a queue of a few steps is then a small part of it."""
@@ -27,14 +28,16 @@ class Pace:
     clock stops for them.
     """
 
-    def __init__(self, total_steps: int, skipped_steps: int):
+    def __init__(self, total_steps: int, skipped_steps: int, on_window: Callable[[], None] = lambda: None):
         """
         Args:
             total_steps: Of the whole training at this batch.
             skipped_steps: First steps of the process, which say nothing about the others.
+            on_window: Called when a window has ended.
         """
         self._window_steps = max(LEAST_STEPS, math.ceil(SHARE * total_steps))
         self._skip = skipped_steps
+        self._on_window = on_window
         self._since: float | None = None
         self._steps = 0
         self._seconds = self._waited_s = 0.0
@@ -79,3 +82,4 @@ class Pace:
             del self.windows[FIRST_KEPT]
         self._steps = 0
         self._seconds = self._waited_s = 0.0
+        self._on_window()

@@ -26,6 +26,7 @@ from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
 from tula_hpc.optim.reference import batch_size
 from tula_hpc.ranks.batches import forward, num_bytes, to_device
+from tula_hpc.ranks.clock import Clock
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
@@ -37,31 +38,6 @@ from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
 FEWEST_STEPS = 3
-
-
-class Clock:
-    """Points in time on the device's own timeline: events on a GPU, read after the work; the host's clock on a CPU.
-
-    Events do not stop the GPU, so a step is timed as it runs in training, with the host ahead of the device.
-    """
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one point to another; on a GPU only after `finish`."""
-        return max(0.0, start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
-
-    def finish(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
 
 
 @dataclass

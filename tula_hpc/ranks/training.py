@@ -22,6 +22,7 @@ from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.optim.reference import batch_size
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.batches import forward, tally, to_device
+from tula_hpc.ranks.clock import ForwardTimes
 from tula_hpc.ranks.curvature import largest_eigenvalue
 from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
@@ -79,7 +80,8 @@ def train(
         "base_lr": methods.base_lr(settings, candidate.global_batch),
         "averaging_period_steps": None if averaging is None else averaging.period,
     }
-    pace = Pace(hyper.epochs * candidate.steps_per_epoch(num_samples), FIRST_STEPS)
+    own = ForwardTimes(inner_module(model), device, run.forward_times(me.rank), me, FIRST_STEPS)
+    pace = Pace(hyper.epochs * candidate.steps_per_epoch(num_samples), FIRST_STEPS, own.close_window)
 
     first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
     if me.is_first:
