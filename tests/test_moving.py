@@ -96,10 +96,11 @@ class Moved(Training):
 
 @pytest.fixture
 def moved(tmp_path: Path, rank_meta: Callable[..., dict[str, Any]]) -> Callable[..., Moved]:
-    def make(busy: float = BUSY, **changes: Any) -> Moved:
+    def make(busy: float = BUSY, room: int = 9, **changes: Any) -> Moved:
         wanted = {"training__replan": ReplanKind.auto, "cluster__file_lag_s": 0.0, "cluster__gpus_per_node": 1}
         one = Moved(tmp_path, **{**wanted, **changes})
         one.rank_meta = rank_meta
+        one.told.room = room
         one.drift(busy)
         return one
 
@@ -212,22 +213,13 @@ def test_where_one_job_runs_at_a_time_the_prediction_must_do(
     assert "as predicted: it was not measured, this machine runs one job at a time" in one.said[-1]
 
 
-def test_a_full_queue_is_no_room(moved: Callable[..., Moved], monkeypatch: pytest.MonkeyPatch):
+def test_a_full_queue_is_no_room(moved: Callable[..., Moved]):
     """Where a user may have one job, the training is it."""
-    monkeypatch.setattr(Beside, "room", 0, raising=False)
-    monkeypatch.setattr(Training, "submit", _with_room(Training.submit))
-    one = moved()
+    one = moved(room=0)
     one.goes_on()
     assert one.told.probes == []
     assert one.attempt.ending is Verdict.replanned
-
-
-def _with_room(submit: Callable[..., None]) -> Callable[..., None]:
-    def submit_first(self: Training, candidate: Candidate) -> None:
-        submit(self, candidate)
-        self.told.room = 0
-
-    return submit_first
+    assert "nothing was free for that beside the training" in one.said[-1]
 
 
 def test_a_measurement_that_a_user_cancels_is_not_made_again(moved: Callable[..., Moved]):
@@ -316,6 +308,9 @@ def test_a_controller_killed_at_every_step_of_a_move_goes_on(
                 one.measure(1.0)
         except Killed:
             one.restart()
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, "_append", append)
+                one.journal.started("login", "the same command")
         if one.attempt.ending is Verdict.replanned:
             break
     for event in ("move train", "intent probe", "sbatch", "submitted probe", "verdict probe", "ending train"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from tula_hpc.control.verdicts import Verdict
 from tula_hpc.runs import RunFolder, read_json
 
 from .cluster import SlurmSettings, ThrowawaySlurm, wait_until
-from .command import environment, tula
+from .command import environment, named_run, tula
 
 USUAL, BUSY = "1gbit", "100mbit"
 
@@ -55,19 +56,24 @@ def slurm_settings() -> SlurmSettings:
     return SlurmSettings(link_rate=USUAL)
 
 
+def command_line(folder: Path, tiny_overrides: list[str], epochs: int) -> list[str]:
+    """Arguments of a user who works in `folder`, where the workload lies."""
+    (folder / "workload").mkdir()
+    (folder / "steady_model.py").write_text(MODEL)
+    (folder / "workload" / "steady.yaml").write_text(WORKLOAD)
+    size = ["grid.min_batch_per_rank=32", "grid.max_batch_per_rank=32", "grid.max_nodes=2", "data.train_samples=null"]
+    wanted = ["objective=time", "method=lbt", f"training.epochs={epochs}", "training.replan=auto"]
+    site = ["cluster=slurm", "cluster.poll_interval_s=0.5", "cluster.file_lag_s=3", "cluster.memory_gib=1.5"]
+    overrides = [tiny_overrides[0], "workload=steady", *tiny_overrides[1:], *site, *size, *wanted]
+    return ["--config-dir", str(folder), *overrides]
+
+
 def test_a_training_leaves_a_network_that_has_become_busy(
     slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
 ):
     """On two nodes while their link is fast; when its rate falls to a tenth one node is measured while the training
     runs, and then it saves and goes on there. Every epoch is trained once, and the user is told why."""
-    (tmp_path / "workload").mkdir()
-    (tmp_path / "steady_model.py").write_text(MODEL)
-    (tmp_path / "workload" / "steady.yaml").write_text(WORKLOAD)
-    size = ["grid.min_batch_per_rank=32", "grid.max_batch_per_rank=32", "grid.max_nodes=2", "data.train_samples=null"]
-    wanted = ["objective=time", "method=lbt", f"training.epochs={EPOCHS}", "training.replan=auto"]
-    site = ["cluster=slurm", "cluster.poll_interval_s=0.5", "cluster.file_lag_s=3", "cluster.memory_gib=1.5"]
-    overrides = [tiny_overrides[0], "workload=steady", *tiny_overrides[1:], *site, *size, *wanted]
-    command = [sys.executable, "-m", "tula_hpc", "--config-dir", str(tmp_path), *overrides]
+    command = [sys.executable, "-m", "tula_hpc", *command_line(tmp_path, tiny_overrides, EPOCHS)]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -98,3 +104,69 @@ def test_a_training_leaves_a_network_that_has_become_busy(
     assert [line["epoch"] for line in run.read_metrics()] == list(range(1, EPOCHS + 1))
     assert read_json(run.train_result)["num_nodes"] == 1
     assert drift["headline"] in tula(tmp_path, "status", str(run.path)).stdout
+
+
+# Runs the command line and kills itself, once for each, before and after everything that is made durable of a move.
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+
+from tula_hpc.cli import main
+from tula_hpc.control.journal import Journal
+from tula_hpc.control.slurm import SlurmScheduler
+
+survived = Path(sys.argv.pop(1))
+
+
+def deadly(function, name_of):
+    def wrapped(*arguments, **values):
+        name = name_of(*arguments, **values)
+        die_once("before", name)
+        result = function(*arguments, **values)
+        die_once("after", name)
+        return result
+
+    return wrapped
+
+
+def die_once(when, name):
+    known = survived.read_text().splitlines() if survived.exists() else []
+    point = f"{when} {name}"
+    if point not in known and ("probe" in name or name in ("move train", "ending train")):
+        survived.write_text("".join(line + chr(10) for line in [*known, point]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+Journal._append = deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
+SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-4])
+main(sys.argv[1:])
+"""
+
+
+def test_a_controller_killed_at_every_step_of_a_move_measures_once_and_moves_once(
+    slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
+):
+    """Whatever was killed, one job has measured, the training moved after it, and every epoch is trained once."""
+    epochs = 30
+    arguments = command_line(tmp_path, tiny_overrides, epochs)
+    run = named_run(tula(tmp_path, *arguments, "until=choice"))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    survived = tmp_path / "survived.txt"
+    slurm.limit_links(BUSY)
+    try:
+        for _ in range(40):
+            answer = tula(tmp_path, *arguments, program=("driver.py", str(survived)))
+            if answer.returncode != -signal.SIGKILL:
+                break
+    finally:
+        slurm.limit_links(USUAL)
+    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-3000:]
+    points, job = survived.read_text().splitlines(), "probe/n001-b00032"
+    for point in ("move train", f"intent {job}", "sbatch probe", f"submitted {job}", f"verdict {job}", "ending train"):
+        assert {f"before {point}", f"after {point}"} <= set(points)
+    state = Journal(run.journal).state()
+    attempts = state.of(job)
+    assert [a.verdict for a in attempts].count(Verdict.success) == 1
+    assert sum(run.attempt(job, a.number).claim.exists() for a in attempts) == 1
+    assert [(a.num_nodes, a.verdict) for a in state.of("train")] == [(2, Verdict.replanned), (1, Verdict.success)]
+    assert [line["epoch"] for line in run.read_metrics()] == list(range(1, epochs + 1))

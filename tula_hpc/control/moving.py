@@ -255,10 +255,10 @@ class Moving:
 
     def _is_to_run_again(self, probe: Attempt) -> bool:
         """Whether its end says nothing of the configuration, and it may be tried once more."""
-        if probe.verdict is None or probe.ending is Verdict.never_started or probe.verdict is Verdict.host_oom:
+        if probe.verdict is None or probe.verdict not in RETRIES_IN_PROFILING or probe.verdict is Verdict.host_oom:
             return False
         times = self.journal.state().endings(probe.job, probe.verdict)
-        return times <= RETRIES_IN_PROFILING.get(probe.verdict, 0)
+        return probe.ending is not Verdict.never_started and times <= RETRIES_IN_PROFILING[probe.verdict]
 
     def _end_if_there_is_no_room(self, probe: Attempt, looks: list[Look]) -> None:
         waits = any(look.attempt.key == probe.key and look.seen.state is QueueState.pending for look in looks)
