@@ -22,6 +22,7 @@ from typing import Any
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ReplanKind, Settings
+from tula_hpc.control.choosing import fit_of
 from tula_hpc.control.jobs import PROBE, TRAIN, Jobs, Look, probe_job
 from tula_hpc.control.journal import Attempt, Journal, Move, Successor
 from tula_hpc.control.next_steps import RETRIES_IN_PROFILING
@@ -30,8 +31,9 @@ from tula_hpc.control.probe import MOST_PROBES
 from tula_hpc.control.verdicts import QueueState, Verdict
 from tula_hpc.display import count_nodes, duration, nodes_and_batch
 from tula_hpc.errors import RecordError, SubmissionRejected
+from tula_hpc.models.memory import MemoryFit, usable_gib
 from tula_hpc.models.replan import Offer
-from tula_hpc.runs import RunFolder
+from tula_hpc.runs import RunFolder, read_json
 
 PATIENCE_S = 300.0
 """How long a measurement may wait in the queue beside the training."""
@@ -232,9 +234,11 @@ class Moving:
         return None
 
     def _fits(self, probe: Attempt) -> bool:
-        point = self.jobs.point(probe)
-        fraction = self.settings.search.memory_fraction
-        return point["allocator_retries"] == 0 and point["memory_gib"] <= fraction * point["limit_gib"]
+        point, there = self.jobs.point(probe), self.jobs.candidate(probe)
+        fit = fit_of(read_json(self.run.fit), there.node_type)
+        constant_gib = MemoryFit.from_dict(fit["memory"]).constant_gib(alone=there.world_size == 1)
+        usable = usable_gib(point["limit_gib"], self.settings.search.memory_fraction, constant_gib)
+        return point["allocator_retries"] == 0 and point["memory_gib"] <= usable
 
     def _at_least(self, there: Candidate) -> list[Candidate]:
         """What needs as much memory on the same nodes, or more."""
