@@ -85,8 +85,11 @@ def pairs(root: Path, train: bool, classes: bool) -> Pairs:
     return Pairs(train, classes)
 
 
+AGS = ("method=ags_measured", "method.refresh_steps=2")
+
+
 def settings_of(make: Make, classes: bool, *overrides: str) -> Settings:
-    settings = make("training.epochs=4", "training.warmup_epochs=0", "method.refresh_steps=2", *overrides)
+    settings = make(*AGS, "training.epochs=4", "training.warmup_epochs=0", *overrides)
     settings.workload.model = {"_target_": f"{__name__}.Sum", "outputs": 2 if classes else 1}
     settings.workload.dataset = {"_target_": f"{__name__}.pairs", "classes": classes}
     settings.workload.train_samples, settings.workload.test_samples = 256, 97
