@@ -26,6 +26,44 @@ TINY = [
     "method.small_batch=16",
 ]
 
+# Only one throw-away Slurm runs at a time, so its tests are one unit of work for one process of `pytest -n`.
+ONE_UNIT = "tests/slurm/"
+# What takes minutes is begun first, or one process would still be at it when the others have ended.
+LONGEST = (
+    ONE_UNIT,
+    "tests/test_cli.py",
+    "tests/test_slow_training.py",
+    "tests/test_transformers.py",
+    "tests/test_methods.py",
+    "tests/test_gradient_trace.py",
+    "tests/test_packed.py",
+    "tests/test_paper.py",
+    "tests/test_verbs.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `pytest -n` the tests of a file stay together, and share its fixtures; all those of Slurm do."""
+    if config.option.dist != "load":
+        return None  # the user has asked for another way
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_UNIT if nodeid.startswith(ONE_UNIT) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a process of `pytest -n`, the longest files first; alone, the order is that of the names."""
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: next((i for i, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST))
+        )
+
 
 @pytest.fixture
 def tiny_overrides() -> list[str]:
