@@ -141,7 +141,7 @@ def test_a_killed_command_takes_its_ranks_along_and_goes_on(tmp_path: Path, smal
 
 def test_scaling_that_does_nothing_is_told(tmp_path: Path, smallest: list[str]):
     """Where the chosen batch is not larger than the one the rate was tuned for, the user reads that AGS is idle."""
-    answer = tula(tmp_path, *smallest, "method.small_batch=32")
+    answer = tula(tmp_path, *smallest, "method=ags_measured", "method.small_batch=32")
     finished_run(answer)
     assert "adaptive gradient scaling has nothing to do at a global batch of 32" in answer.stdout
 
