@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import Killed, Kills
 from test_next_steps import Told
 from test_replanning import BUSY, LARGE, Training
 
@@ -268,38 +269,19 @@ def test_a_training_that_ends_meanwhile_does_not_wait(moved: Callable[..., Moved
     assert one.journal.state().open == []
 
 
-class Killed(BaseException):
-    """What a test ends a controller with."""
-
-
 def test_a_controller_killed_at_every_step_of_a_move_goes_on(
-    moved: Callable[..., Moved], monkeypatch: pytest.MonkeyPatch
+    moved: Callable[..., Moved], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Before and after each event: one job measures, and the training moves to what it has measured."""
-    survived: list[str] = []
+    kills = Kills(tmp_path / "survived.txt")
     append, submit = Journal._append, Beside.submit
-
-    def die_once(point: str) -> None:
-        if point not in survived:
-            survived.append(point)
-            raise Killed
-
-    def deadly(function: Callable[..., Any], name_of: Callable[..., str]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **values: Any) -> Any:
-            point = name_of(*arguments, **values)
-            die_once(f"before {point}")
-            result = function(*arguments, **values)
-            die_once(f"after {point}")
-            return result
-
-        return wrapped
 
     one = moved(training__replan=ReplanKind.offer)
     one.settings.training.replan = ReplanKind.auto
     one.restart()
     name_of: Callable[..., str] = lambda self, event, **values: f"{event} {values.get('job', '').split('/')[0]}"  # noqa: E731
-    monkeypatch.setattr(Journal, "_append", deadly(append, name_of))
-    monkeypatch.setattr(Beside, "submit", deadly(submit, lambda self, request: "sbatch"))
+    monkeypatch.setattr(Journal, "_append", kills.around(append, name_of))
+    monkeypatch.setattr(Beside, "submit", kills.around(submit, lambda self, request: "sbatch"))
     for _ in range(60):
         try:
             one.goes_on(3)
@@ -314,7 +296,7 @@ def test_a_controller_killed_at_every_step_of_a_move_goes_on(
         if one.attempt.ending is Verdict.replanned:
             break
     for event in ("move train", "intent probe", "sbatch", "submitted probe", "verdict probe", "ending train"):
-        assert f"after {event}" in survived
+        assert f"after {event}" in kills.points()
     assert one.attempt.ending is Verdict.replanned
     assert len(one.told.probes) == 1
     assert [a.verdict for a in one.probes].count(Verdict.success) == 1

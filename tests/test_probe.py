@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import Killed, Kills
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
@@ -150,42 +152,25 @@ def test_a_choice_that_does_not_fit_makes_way_for_a_smaller_one(make_run: Callab
     assert run.selection["batch_per_rank"] < 64
 
 
-class Killed(BaseException):
-    """What a test ends a controller with."""
-
-
-def test_a_controller_killed_at_every_step_of_it_goes_on(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch):
+def test_a_controller_killed_at_every_step_of_it_goes_on(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Before and after everything that is made durable: each choice is measured once, and the last is written down."""
     run = make_run()
     run.profiled()
-    survived: list[str] = []
-
-    def die_once(point: str) -> None:
-        if point not in survived:
-            survived.append(point)
-            raise Killed
-
-    def deadly(function: Callable[..., Any], name_of: Callable[..., str]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **values: Any) -> Any:
-            point = name_of(*arguments, **values)
-            die_once(f"before {point}")
-            result = function(*arguments, **values)
-            die_once(f"after {point}")
-            return result
-
-        return wrapped
+    kills = Kills(tmp_path / "survived.txt")
 
     monkeypatch.setattr(
-        Journal, "_append", deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job')}")
+        Journal, "_append", kills.around(Journal._append, lambda self, event, **values: f"{event} {values.get('job')}")
     )
-    monkeypatch.setattr(controller, "write_json", deadly(controller.write_json, lambda path, value: path.name))
+    monkeypatch.setattr(controller, "write_json", kills.around(controller.write_json, lambda path, value: path.name))
     for _ in range(40):
         try:
             run.controller()._choose()
             break
         except Killed:
             continue
-    assert {"after selection.json", "after fit.json", f"after verdict {profile_job(KNEE)}"} <= set(survived)
+    assert {"after selection.json", "after fit.json", f"after verdict {profile_job(KNEE)}"} <= set(kills.points())
     assert run.attempts_at(KNEE).count(Verdict.success) == 1
     assert len(list((run.folder.path / profile_job(KNEE)).glob("attempt-*/claim"))) == 1
     assert (run.selection["num_nodes"], run.selection["batch_per_rank"]) == (4, 64)

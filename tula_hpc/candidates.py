@@ -10,7 +10,9 @@ from typing import Any
 
 TYPE_NAME = r"[A-Za-z][A-Za-z0-9_]*"
 """What a type of node may be called: a part of folder names, told from the rest by a dash."""
-KEYS = ("node_type", "num_nodes", "gpus_per_node", "batch_per_rank")
+SIZES = ["num_nodes", "gpus_per_node", "batch_per_rank"]
+"""Columns of a table that say how large a candidate is."""
+KEYS = ("node_type", *SIZES)
 """Columns of a table that say which candidate a row is about; those of one type of node need not name it."""
 
 
@@ -65,7 +67,7 @@ class Candidate:
 
     def record(self) -> dict[str, Any]:
         """What `from_record` reads; a type stands in it only where there is one."""
-        sizes = {name: getattr(self, name) for name in ("num_nodes", "gpus_per_node", "batch_per_rank")}
+        sizes = {name: getattr(self, name) for name in SIZES}
         return {**({"node_type": self.node_type} if self.node_type else {}), **sizes}
 
     @classmethod

@@ -408,13 +408,13 @@ PLANS["explore5"] = [  # what LARS has on nets with normalisation: longer steps 
 ]
 
 _LARGE = {"vgg11": (4096, 2048, 1024), "resnet18": (4096, 2048, 1024), "mobilenetv3": (4096, 2048, 1024)}
+_RIVALS = ("ags", "lbt", "lars", "lin", "sqrt", "ags_paper", "polo")
 PLANS["finals"] = [  # seeds outermost: what the time cuts off is whole seeds
     (tasks, methods, (seed,))
     for seed in (0, 1, 2)
     for tasks, methods in (
-        (_LARGE, ("ags", "lbt", "lars", "lin", "sqrt", "ags_paper", "polo")),
-        (_ROWS, ("ags", "lbt", "lars", "lin", "sqrt", "ags_paper", "polo", "lbt+times4", "sqrt+times0.72")),
-        (_ROWS, ("ags_paper+shuffle",)),
+        (_LARGE, _RIVALS),
+        (_ROWS, (*_RIVALS, "lbt+times4", "sqrt+times0.72", "ags_paper+shuffle")),
         ({"alexnet": (128,), "resnet18": (128,), "mobilenetv3": (128,), "vgg11": (128,)}, ("lbt",)),
     )
 ]

@@ -111,34 +111,18 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 
+from tests.killing import Kills
 from tula_hpc.cli import main
 from tula_hpc.control.journal import Journal
 from tula_hpc.control.slurm import SlurmScheduler
 
-survived = Path(sys.argv.pop(1))
-
-
-def deadly(function, name_of):
-    def wrapped(*arguments, **values):
-        name = name_of(*arguments, **values)
-        die_once("before", name)
-        result = function(*arguments, **values)
-        die_once("after", name)
-        return result
-
-    return wrapped
-
-
-def die_once(when, name):
-    known = survived.read_text().splitlines() if survived.exists() else []
-    point = f"{when} {name}"
-    if point not in known and ("probe" in name or name in ("move train", "ending train")):
-        survived.write_text("".join(line + chr(10) for line in [*known, point]))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-Journal._append = deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
-SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-4])
+kills = Kills(
+    Path(sys.argv.pop(1)),
+    lambda: os.kill(os.getpid(), signal.SIGKILL),
+    lambda name: "probe" in name or name in ("move train", "ending train"),
+)
+Journal._append = kills.around(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
+SlurmScheduler.submit = kills.around(SlurmScheduler.submit, lambda self, job: "sbatch " + job.tag.split("-")[-4])
 main(sys.argv[1:])
 """
 

@@ -17,38 +17,19 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 
+from tests.killing import Kills
 from tula_hpc.cli import main
 from tula_hpc.control import controller
 from tula_hpc.control.journal import Journal
 from tula_hpc.control.slurm import SlurmScheduler
 
-survived = Path(sys.argv.pop(1))
-
-
-def die_once(point):
-    known = survived.read_text().splitlines() if survived.exists() else []
-    if point not in known:
-        survived.write_text("".join(line + chr(10) for line in [*known, point]))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def deadly(function, name_of):
-    def wrapped(*arguments, **values):
-        point = name_of(*arguments, **values)
-        die_once("before " + point)
-        result = function(*arguments, **values)
-        die_once("after " + point)
-        return result
-
-    return wrapped
-
-
-Journal._append = deadly(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
-SlurmScheduler.submit = deadly(SlurmScheduler.submit, lambda self, request: "sbatch " + request.tag.split("-")[-4])
-controller.write_json = deadly(controller.write_json, lambda path, value: path.name)
+kills = Kills(Path(sys.argv.pop(1)), lambda: os.kill(os.getpid(), signal.SIGKILL))
+Journal._append = kills.around(Journal._append, lambda self, event, **values: f"{event} {values.get('job', '')}")
+SlurmScheduler.submit = kills.around(SlurmScheduler.submit, lambda self, job: "sbatch " + job.tag.split("-")[-4])
+controller.write_json = kills.around(controller.write_json, lambda path, value: path.name)
 Controller = controller.Controller
 for stage in ("_profile", "_fit", "_choose", "_train", "_report"):
-    setattr(Controller, stage, deadly(getattr(Controller, stage), lambda *arguments, stage=stage: stage))
+    setattr(Controller, stage, kills.around(getattr(Controller, stage), lambda *arguments, stage=stage: stage))
 main(sys.argv[1:])
 """
 

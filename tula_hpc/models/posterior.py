@@ -17,14 +17,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from tula_hpc.candidates import SIZES
 from tula_hpc.models.step_time import StepTimeFit
 
 Array = NDArray[Any]
 
 NOISE = 0.005
 """log error of one measurement: the spread of a median over repeated runs."""
-
-_KEYS = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ def posterior(fit: StepTimeFit, measured: pd.DataFrame, table: pd.DataFrame) -> 
             their median, rows without a positive finite time not at all.
         table: num_nodes, gpus_per_node, batch_per_rank.
     """
-    seen = pd.DataFrame(columns=[*_KEYS, "step_time_s"], dtype=float)
+    seen = pd.DataFrame(columns=[*SIZES, "step_time_s"], dtype=float)
     if len(measured):
-        rows = measured[[*_KEYS, "step_time_s"]].astype(float)
+        rows = measured[[*SIZES, "step_time_s"]].astype(float)
         seen = rows.loc[np.isfinite(rows["step_time_s"]) & (rows["step_time_s"] > 0)]
-        seen = seen.groupby(_KEYS, as_index=False)["step_time_s"].median()
+        seen = seen.groupby(SIZES, as_index=False)["step_time_s"].median()
     prior = fit.log_error**2 * _correlation(table, table)
     if seen.empty:
         return Posterior(np.zeros(len(table)), prior)
@@ -69,5 +68,5 @@ def correction(fit: StepTimeFit, measured: pd.DataFrame, table: pd.DataFrame) ->
 
 
 def _correlation(a: pd.DataFrame, b: pd.DataFrame) -> Array:
-    first, second = (np.log2(rows[_KEYS].to_numpy(dtype=float)) for rows in (a, b))
+    first, second = (np.log2(rows[SIZES].to_numpy(dtype=float)) for rows in (a, b))
     return np.asarray(np.exp(-np.sqrt(((first[:, None] - second[None]) ** 2).sum(axis=-1))))

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize
 
-from tula_hpc.candidates import Candidate
+from tula_hpc.candidates import SIZES, Candidate
 from tula_hpc.models.limits import Limits
 from tula_hpc.models.posterior import correction
 from tula_hpc.models.selection import Objective, select
@@ -44,7 +44,6 @@ CLEAR_GAIN = 0.10
 """Share of what is left that a new start must save: how the drift reaches other configurations is an assumption, and
 two starts cost the user's trust more than a few percent are worth."""
 
-_SIZES = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 _IN_STEPS = ["step_time_s", "step_time_low_s", "step_time_high_s", "epoch_time_s", "train_time_s", "train_time_low_s"]
 _IN_STEPS += ["train_time_high_s", "interruptions_s", "cost", "time_to_result_s"]
 """Columns of a candidate table that are proportional to the step time."""
@@ -130,7 +129,7 @@ def _predict(fit: StepTimeFit, candidate: Candidate) -> float:
 
 
 def _row(candidate: Candidate) -> pd.DataFrame:
-    return pd.DataFrame([[candidate.num_nodes, candidate.gpus_per_node, candidate.batch_per_rank]], columns=_SIZES)
+    return pd.DataFrame([[candidate.num_nodes, candidate.gpus_per_node, candidate.batch_per_rank]], columns=SIZES)
 
 
 # --- the offer --------------------------------------------------------------------------------------------------------
@@ -181,8 +180,8 @@ def with_probes(
     if not probes:
         return table
     here = table.loc[_is(table, running)].to_dict("records")
-    measured = pd.DataFrame([*probes, *here])[[*_SIZES, "step_time_s"]]
-    before = measured[_SIZES].merge(table, on=_SIZES, how="left")["step_time_s"].to_numpy()
+    measured = pd.DataFrame([*probes, *here])[[*SIZES, "step_time_s"]]
+    before = measured[SIZES].merge(table, on=SIZES, how="left")["step_time_s"].to_numpy()
     measured["step_time_s"] *= fit.predict(measured) / before
     table[_IN_STEPS] = table[_IN_STEPS].mul(correction(fit, measured, table), axis=0)
     return table

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from tula_hpc.candidates import Candidate, keys_of, nodes_of
+from tula_hpc.candidates import SIZES, Candidate, keys_of, nodes_of
 from tula_hpc.errors import TulaError
 from tula_hpc.models.knee import envelope, find_knee
 from tula_hpc.models.limits import NoFeasibleConfiguration, interval_end, promised_hours, typed
@@ -35,7 +35,6 @@ MAX_TIE = 2.0
 """Intervals make a tie up to this multiple of the tolerance: that of an extrapolation would reach any candidate, and
 the choice should not lose more than a few percent to a smaller batch."""
 
-_SIZES = ["num_nodes", "gpus_per_node", "batch_per_rank"]
 _PREDICTED = ["step_time_s", "epoch_time_s", "train_time_s", "cost", "memory_gib"]
 
 
@@ -164,7 +163,7 @@ def candidate_table(
     if not step_time_fit.outcome.usable:
         raise UnusableFit(f"the step-time fit is {step_time_fit.outcome.name}: {step_time_fit.outcome.advice}")
     candidates = sorted(set(grid))
-    columns = list(candidates[0].record()) if candidates else _SIZES
+    columns = list(candidates[0].record()) if candidates else SIZES
     table = pd.DataFrame([c.record() for c in candidates], columns=columns)
     table["global_batch"] = [c.global_batch for c in candidates]
     low_s, high_s = step_time_fit.interval(table)
@@ -183,8 +182,8 @@ def candidate_table(
     if memory_fit is not None:
         alone = [c.world_size == 1 for c in candidates]
         table["memory_gib"] = memory_fit.predict(table["batch_per_rank"].to_numpy(), alone)
-    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *_SIZES[:2], "memory_gib")))
-    table = table.join(_measurements(measured), on=_SIZES)
+    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *SIZES[:2], "memory_gib")))
+    table = table.join(_measurements(measured), on=SIZES)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
@@ -203,10 +202,10 @@ def candidate_table(
 def _measurements(measured: pd.DataFrame) -> pd.DataFrame:
     """measured_step_time_s and measured_memory_gib, indexed by configuration."""
     if measured.empty:
-        measured = pd.DataFrame(columns=[*_SIZES, "step_time_s"], dtype=float)
+        measured = pd.DataFrame(columns=[*SIZES, "step_time_s"], dtype=float)
     # Records from JSON hold None for unknown numbers, which leaves a column of objects.
     numbers = {name: measured.get(name, np.nan) for name in ("step_time_s", "memory_gib")}
-    groups = measured.assign(**numbers).astype(dict.fromkeys(numbers, float)).groupby(_SIZES)
+    groups = measured.assign(**numbers).astype(dict.fromkeys(numbers, float)).groupby(SIZES)
     return pd.DataFrame(
         {"measured_step_time_s": groups["step_time_s"].median(), "measured_memory_gib": groups["memory_gib"].max()}
     )

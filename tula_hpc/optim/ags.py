@@ -52,7 +52,8 @@ from tula_hpc.optim.wrapper import WrappedOptimizer
 
 
 class TulaOptimizer(WrappedOptimizer):
-    """A torch optimizer that steps with scaled gradients. Parameter groups with `ags=False` are never scaled.
+    """A torch optimizer that steps with scaled gradients. Parameter groups with `ags=False` are never scaled,
+    and one that is added later is not until the next `refresh`.
 
     `step()` multiplies `.grad` in place and never waits for the device. Order of calls with mixed precision and
     clipping: `backward`, `scaler.unscale_(optimizer)`, `refresh`, `observe_norm(clip_grad_norm_(...))`, `step`.
@@ -163,10 +164,7 @@ class TulaOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Scale the gradients if the gate is open, then let the inner optimizer step. Returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._evaluated(closure)
         self.scaled = 0.0
         common = self._scale_gradients() if self.active else None
         if common is None:
@@ -374,11 +372,6 @@ class TulaOptimizer(WrappedOptimizer):
         held += [] if self._scales is None else self._scales.tensors()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t is not None}
         return sum(storages.values())
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer; it stays unscaled until the next `refresh`."""
-        self.optimizer.add_param_group(param_group)
-        gradients.refuse_sharded(self.optimizer.param_groups[-1]["params"])
 
     def __repr__(self) -> str:
         return (

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tula_hpc.optim import gradients
+from tula_hpc.optim.notices import Notices
 from tula_hpc.optim.wrapper import WrappedOptimizer
 
 NEAR_ZERO = 0.01
@@ -81,18 +81,13 @@ class BoundedOptimizer(WrappedOptimizer):
         self._scales: Tensor | None = None  # of the last step, one for each tensor
         self._sizes: Tensor | None = None
         if "sgd" not in type(optimizer).__name__.lower():
-            warnings.warn(
-                f"{type(optimizer).__name__} is not known as an SGD: the bounds are those of SGD's step.",
-                stacklevel=2,
-            )
+            name = type(optimizer).__name__
+            Notices().say(f"{name} is not known as an SGD: the bounds are those of SGD's step.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Bound the gradients, then let the inner optimizer step. Returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._evaluated(closure)
         if self.active:
             self._bound()
         self.optimizer.step()
@@ -145,11 +140,6 @@ class BoundedOptimizer(WrappedOptimizer):
         shares = {"raised_fraction": self._scales > 1, "lowered_fraction": self._scales < 1}
         values = {"mean_scale": float(self.mean_scale)} | {k: float(v.float().mean()) for k, v in shares.items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
-        self.optimizer.add_param_group(param_group)
-        gradients.refuse_sharded(self.optimizer.param_groups[-1]["params"])
 
     def __repr__(self) -> str:
         bounds = f"step_floor={self.step_floor}, step_cap={self.step_cap}, scale_cap={self.scale_cap}"

@@ -53,7 +53,7 @@ def refuse_sharded(parameters: Iterable[Tensor]) -> None:
         # FSDP2 and tensor parallelism make DTensors, which know their device mesh; FSDP1 marks its parameters.
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             raise ValueError(
-                f"TulaOptimizer got a sharded parameter of shape {tuple(p.shape)}, as FSDP or tensor parallelism make "
+                f"The optimizer got a sharded parameter of shape {tuple(p.shape)}, as FSDP or tensor parallelism make "
                 "them, but needs whole gradients on every rank; use DistributedDataParallel."
             )
 
@@ -63,11 +63,11 @@ def refuse_unusual(gradients: Iterable[Tensor]) -> None:
     gradients = list(gradients)
     if any(grad.layout != torch.strided for grad in gradients):
         raise ValueError(
-            "TulaOptimizer got a sparse gradient, but scales dense ones only; build the layer with sparse=False."
+            "The optimizer got a sparse gradient, but scales dense ones only; build the layer with sparse=False."
         )
     devices = sorted({str(grad.device) for grad in gradients})
     if len(devices) > 1:
         raise ValueError(
-            f"TulaOptimizer got gradients on {', '.join(devices)}, but handles one device per process; use one process "
+            f"The optimizer got gradients on {', '.join(devices)}, but handles one device per process; use one process "
             "per device with DistributedDataParallel."
         )

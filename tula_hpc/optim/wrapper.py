@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tula_hpc.optim import gradients
 
 
 def _forwarded(name: str) -> Any:
@@ -47,6 +50,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Start afresh, after the state of a plain optimizer was loaded."""
         raise NotImplementedError
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+        gradients.refuse_sharded(self.optimizer.param_groups[-1]["params"])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none)
@@ -86,6 +94,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The lists know the groups by identity, which a copy does not share.
         kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
         return kept | {"_lists": {}}
+
+    @staticmethod
+    def _evaluated(closure: Callable[[], Any] | None) -> Any:
+        """What a step's closure returns, with gradients enabled in it; None without one."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def _parameters(self, scaled_only: bool = False) -> list[Tensor]:
         """All parameters in the order of the groups, each once; `scaled_only` leaves out groups with `ags=False`."""
