@@ -392,17 +392,15 @@ PLANS["rivals"] = [
 PLANS["explore5"] = [  # what LARS has on nets with normalisation: longer steps that follow the decays, free vectors
     (tasks, (method,), (0,))
     for method in (
-        "ags",
-        "lin+band0.3+follow1",
-        "lin+band1+tau0.01+follow1",
-        "lars",
-        "lin+band0.3+tau0.01+follow1",
         "lin+band1+tau0.01+follow1+free",
+        "lin+band0.3+follow1",
+        "lin+band0.3+tau0.01+follow1",
+        "lin+band1+tau0.01+follow1",
         "lin+band0.3+free",
-        "lin+band0.1+tau0.01+follow1",
-        "lin",
-        "lbt",
-        "sqrt",
+        "lin+band0.1+tau0.01+follow1+free",
+        "ags",
+        "lars",
+        "lin+band0.3+tau0.02+follow1+free",
     )
     for tasks in (_M, _R, _V, _A)
 ]
