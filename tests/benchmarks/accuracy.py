@@ -202,7 +202,7 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         for step in range(steps):
             chosen = order[step * batch : (step + 1) * batch]
             inputs, targets = _normal(_augmented(images[chosen], size)), classes[chosen]
-            method.set_lr(schedule(epoch + step / steps))
+            method.set_lr(schedule(epoch + step / steps), (epoch + step / steps) / epochs)
             loss = method.train_step(inputs, targets, is_last_of_epoch=step == steps - 1)
         losses.append(loss)
         if time.time() > until:

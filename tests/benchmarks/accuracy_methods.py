@@ -37,7 +37,7 @@ class Method:
         multiplier, self.rules = 1.0, []
         self.trust, self.tula, self.fresh, self.steps = None, None, None, 0
         self.shuffle = self.free = False
-        self.tau, self.follow, self.factor = 0.005, 0.0, 1.0
+        self.tau, self.follow, self.anneal, self.factor, self.progress = 0.005, 0.0, 0.0, 1.0, 0.0
         self.usual = self.mean_factor = None
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
         self.inner, self.optimizer = inner, inner
@@ -57,7 +57,7 @@ class Method:
                 self.trust = value or 0.001
                 if value is None:
                     multiplier = 2 * (batch / 512) ** (math.log(5) / math.log(8)) / lr
-            elif word in ("tau", "follow"):
+            elif word in ("tau", "follow", "anneal"):
                 setattr(self, word, value)
             elif word in ("shuffle", "free"):
                 setattr(self, word, True)
@@ -79,9 +79,9 @@ class Method:
             self.weight_decay = weight_decay
             inner.param_groups[0]["weight_decay"] = 0.0
 
-    def set_lr(self, factor: float) -> None:
-        """The rate of the coming step, `factor` being the schedule's share of the tuned one."""
-        self.factor = factor
+    def set_lr(self, factor: float, progress: float) -> None:
+        """The rate of the coming step: the schedule's share of the tuned one, at this share of the training."""
+        self.factor, self.progress = factor, progress
         self.rate = self.lr * self.multiplier * factor
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
@@ -160,11 +160,12 @@ def capall(method: Method, tau: float | None) -> None:
 
 def band(method: Method, share: float | None) -> None:
     """A tensor's update is at most `tau` of its weights, and at least `share` of that: small gradients are raised, at
-    most tenfold. Both bounds follow the schedule's decays to the power of `follow`; `free` vectors have none.
+    most tenfold. Both bounds follow the schedule's decays to the power of `follow`, or fall to zero with what is left of
+    the training to the power of `anneal`; `free` vectors have none.
     """
     share = share or 0.1
     grads = [p.grad for p in method.params]
-    tau = method.tau * method.factor**method.follow
+    tau = method.tau * method.factor**method.follow * (1 - method.progress) ** method.anneal
     w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
     each = tau * w / (method.rate * g + 1e-12)
     whole = tau * w.norm() / (method.rate * g.norm() + 1e-12)
@@ -402,6 +403,12 @@ PLANS["explore5"] = [  # what LARS has on nets with normalisation: longer steps 
         "lars",
         "lin+band0.3+tau0.02+follow1+free",
     )
+    for tasks in (_M, _R, _V, _A)
+]
+
+PLANS["explore6"] = [  # bounds that fall evenly to the end, whatever the schedule's steps
+    (tasks, (method,), (0,))
+    for method in ("lin+band0.3+tau0.01+anneal1", "lin+band1+tau0.01+anneal1", "lin+band0.5+tau0.01+anneal0.5", "lars")
     for tasks in (_M, _R, _V, _A)
 ]
 
