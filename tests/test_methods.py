@@ -218,8 +218,8 @@ def test_a_relaunch_with_a_smaller_batch_has_its_rate(make: Make, two_ranks: Run
             ["method.gate is off", "for method=ags_measured", "the method is lbt", "leave"],
         ),
         (["method=ags", "method.gate=off"], ["method.gate is off", "for method=ags_measured", "the method is ags"]),
-        (["method=ags_measured", "method.step_cap=0.01"], ["method.step_cap is 0.01", "for method=ags,"]),
-        (["method=ags", "method.step_floor=0.01"], ["step_floor is 0.01", "between 0 and method.step_cap=0.005"]),
+        (["method=ags_measured", "method.step_cap=0.02"], ["method.step_cap is 0.02", "for method=ags,"]),
+        (["method=ags", "method.step_floor=0.02"], ["step_floor is 0.02", "between 0 and method.step_cap=0.01"]),
         (["method=ags", "method.step_cap=0", "method.step_floor=0"], ["method.step_cap is 0", "greater than 0"]),
         (["method=ags", "method.lars_lr=1"], ["method.lars_lr is 1.0", "method=lars"]),
         (

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
+from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.ranks import checkpoints, pace, workloads
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
@@ -84,7 +85,7 @@ FRESH = (
 
 @pytest.mark.parametrize(
     "method",
-    [("method=ags",), ("method=ags_measured",), ("method=lbt",), FRESH],
+    [("method=ags", "method.small_batch=16"), ("method=ags_measured",), ("method=lbt",), FRESH],
     ids=["ags", "measured", "lbt", "fresh"],
 )
 def test_resuming_in_an_epoch_changes_nothing(
@@ -107,6 +108,21 @@ def test_resuming_in_an_epoch_changes_nothing(
     assert [line["epoch"] for line in parted.read_metrics()] == [1, 2, 3]
     if method is FRESH:
         assert all(line["mean_scale"] > 1 for line in parted.read_metrics())
+
+
+def test_the_bounds_of_ags_know_what_remains_of_the_training(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    remaining, step = [], BoundedOptimizer.step
+
+    def noted_step(self: BoundedOptimizer) -> None:
+        remaining.append(self.remaining)
+        step(self)
+
+    monkeypatch.setattr(BoundedOptimizer, "step", noted_step)
+    settings = tiny_settings("method=ags", "training.epochs=2")  # of 256 samples
+    train(settings, Candidate(1, 64), ALONE, RunFolder(tmp_path / "run"), CPU, EarlyWarning(), Heartbeat(None))
+    assert remaining == [1 - step / 8 for step in range(8)]
 
 
 def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(

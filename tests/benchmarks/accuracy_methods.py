@@ -85,6 +85,8 @@ class Method:
         self.rate = self.lr * self.multiplier * factor
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
+        if isinstance(self.optimizer, BoundedOptimizer):
+            self.optimizer.remaining = 1 - progress
 
     def train_step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> Tensor:
         """One step on a batch; its loss."""
@@ -160,8 +162,8 @@ def capall(method: Method, tau: float | None) -> None:
 
 def band(method: Method, share: float | None) -> None:
     """A tensor's update is at most `tau` of its weights, and at least `share` of that: small gradients are raised, at
-    most tenfold. Both bounds follow the schedule's decays to the power of `follow`, or fall to zero with what is left of
-    the training to the power of `anneal`; `free` vectors have none.
+    most tenfold. Both bounds follow the schedule's decays to the power of `follow`, or fall to zero with what remains
+    of the training to the power of `anneal`; `free` vectors have none.
     """
     share = share or 0.1
     grads = [p.grad for p in method.params]

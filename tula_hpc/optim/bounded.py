@@ -10,9 +10,15 @@ which leaves r alone between floor and cap, shortens what is longer, and lengthe
 times. LARS (You et al. 2017, arXiv 1708.03888) makes r the same for all tensors and steps; here it has a range.
 
     optimizer = BoundedOptimizer(SGD(model.parameters(), lr=0.08, momentum=0.9), global_batch=1024, small_batch=128)
+    ...
+    optimizer.remaining = 1 - step / num_steps  # before each step
+    optimizer.step()
 
 The rate is the caller's, `lr` = B / b times the one tuned for b, with a warm-up. r counts the gradient alone: neither
 momentum, which makes a lasting step 1 / (1 - momentum) times as long, nor weight decay.
+
+Steps that stay long keep a training from settling, and bounds that follow the rate's decays end it too early: floor and
+cap are multiplied by the square root of the share of the training that remains.
 
 Biases and the weights of normalisation begin at 0 or 1, and a share of that says nothing about a good step: tensors of
 one dimension, and others whose weights are hardly anything yet, take the scale of the whole model's gradient.
@@ -23,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +55,12 @@ class BoundedOptimizer(WrappedOptimizer):
         optimizer: The inner optimizer. Made for SGD: those that divide by the size of the gradient undo the scales.
         global_batch: Samples in one step over all ranks (B).
         small_batch: The batch that the learning rate was tuned for (b).
-        step_floor: Smallest r, a share; 0: none.
-        step_cap: Largest r, a share.
+        step_floor: Smallest r at the beginning of the training, a share; 0: none.
+        step_cap: Largest r, likewise.
         scale_cap: What a gradient is multiplied by at most.
+
+    Attributes:
+        remaining: Share of the training that is left, 1 to 0, the caller's to set; left at 1, the bounds stay.
 
     Raises:
         ValueError: On settings out of range, sharded parameters (FSDP), and on LBFGS; by `step` on sparse gradients and
@@ -66,8 +75,8 @@ class BoundedOptimizer(WrappedOptimizer):
         *,
         global_batch: int,
         small_batch: int,
-        step_floor: float = 0.0015,
-        step_cap: float = 0.005,
+        step_floor: float = 0.005,
+        step_cap: float = 0.01,
         scale_cap: float = 10.0,
     ):
         super().__init__(optimizer)
@@ -78,6 +87,7 @@ class BoundedOptimizer(WrappedOptimizer):
             raise ValueError(f"BoundedOptimizer: {' '.join(problems)}")
         gradients.refuse_sharded(self._parameters())
         self._checked = False
+        self.remaining = 1.0
         self._scales: Tensor | None = None  # of the last step, one for each tensor
         self._sizes: Tensor | None = None
         if "sgd" not in type(optimizer).__name__.lower():
@@ -107,19 +117,34 @@ class BoundedOptimizer(WrappedOptimizer):
         if not self._checked:
             gradients.refuse_unusual(found)
             self._checked = True
-        weights = gradients.norms(parameters)
-        lengths = gradients.norms(found).split([len(members) for members, _ in groups])
-        steps = torch.cat([length * lr for length, (_, lr) in zip(lengths, groups, strict=True)])
-        vectors, self._sizes = _shapes(tuple((p.ndim, p.numel()) for p in parameters), weights.device)
+        layout = _layout(tuple((p.ndim, p.numel()) for p in parameters), found[0].device)
+        weights, steps = gradients.norms([*parameters, *found]).split(len(parameters))
+        rates = [lr for _, lr in groups]
+        if len(set(rates)) == 1:
+            steps = steps * rates[0]
+        else:
+            lengths = steps.split([len(members) for members, _ in groups])
+            steps = torch.cat([length * lr for length, lr in zip(lengths, rates, strict=True)])
+        self._scales, self._sizes = self._scales_of(weights, steps, layout.near_zero), layout.sizes
+        # On many tensors at once torch has a kernel for a number that all share, and none for a number each: given a
+        # list, it copies the numbers one by one as well.
+        each = self._scales.unbind()
+        if layout.vectors:
+            torch._foreach_mul_([found[i] for i in layout.vectors], each[layout.vectors[0]])
+        for i in layout.others:
+            found[i].mul_(each[i])
+
+    def _scales_of(self, weights: Tensor, steps: Tensor, near_zero: Tensor) -> Tensor:
+        """What to multiply each gradient by, from the norms of weights and of rate x gradient: (tensors,) each."""
+        fall = math.sqrt(max(0.0, self.remaining))
         all_weights = weights.norm()
-        usual = all_weights * (self._sizes / self._sizes.sum()).sqrt()
-        follows = vectors | (weights < NEAR_ZERO * usual)
+        follows = weights < all_weights * near_zero
         ratios = torch.where(follows, steps.norm() / all_weights, steps / weights)
-        raised = (self.step_floor / (ratios + TINY)).clamp(1.0, self.scale_cap)
-        bounded = torch.minimum(self.step_cap / (ratios + TINY), raised)
+        inverse = ratios.add_(TINY).reciprocal_()
+        raised = (inverse * (self.step_floor * fall)).clamp_(1.0, self.scale_cap)
+        bounded = torch.minimum(inverse.mul_(self.step_cap * fall), raised)
         # a model whose weights are all 0 has to begin somehow
-        self._scales = torch.where(all_weights > 0, bounded, 1.0)
-        torch._foreach_mul_(found, list(self._scales.unbind()))
+        return torch.where(all_weights > 0, bounded, gradients.constant(1.0, bounded.device))
 
     @property
     def mean_scale(self) -> Tensor | float:
@@ -155,12 +180,26 @@ class BoundedOptimizer(WrappedOptimizer):
         pass
 
 
+class _Layout(NamedTuple):
+    """What does not change of some tensors."""
+
+    vectors: list[int]
+    """Places of those of one dimension or none."""
+    others: list[int]
+    sizes: Tensor
+    """Elements of each, fp32, (tensors,)."""
+    near_zero: Tensor
+    """Share of the whole model's norm below which each takes the whole model's scale, fp32, (tensors,)."""
+
+
 @functools.lru_cache(maxsize=16)
-def _shapes(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensors are vectors or numbers, and how many elements each has, fp32: (tensors,) each, made once."""
-    vectors = torch.tensor([dimensions <= 1 for dimensions, _ in shapes])
+def _layout(shapes: tuple[tuple[int, int], ...], device: torch.device) -> _Layout:
+    """Of tensors of so many dimensions and elements; made once, because the copy to the device takes its time."""
+    is_vector = torch.tensor([dimensions <= 1 for dimensions, _ in shapes])
     sizes = torch.tensor([float(elements) for _, elements in shapes])
-    return vectors.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
+    near_zero = (NEAR_ZERO * (sizes / sizes.sum()).sqrt()).masked_fill(is_vector, math.inf)
+    vectors, others = is_vector.nonzero().flatten().tolist(), (~is_vector).nonzero().flatten().tolist()
+    return _Layout(vectors, others, sizes.to(device, non_blocking=True), near_zero.to(device, non_blocking=True))
 
 
 def _problems(optimizer: BoundedOptimizer, global_batch: int, small_batch: int) -> list[str]:

@@ -153,9 +153,12 @@ def train(
             data_wait_s += waited_s
             inputs, targets = to_device(inputs, device), to_device(targets, device)
             batch = batch_size(inputs)
-            lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
+            epochs_done = epoch + samples_in_epoch / num_samples
+            lr = methods.learning_rate(settings, candidate.global_batch, epochs_done)
             for group in optimizer.param_groups:
                 group["lr"] = lr
+            if isinstance(optimizer, BoundedOptimizer):
+                optimizer.remaining = 1 - epochs_done / hyper.epochs
             with autocast(hyper.precision, device):
                 outputs, loss = forward(replica, loss_fn, inputs, targets)
             loss.backward()
