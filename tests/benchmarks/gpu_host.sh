@@ -2,7 +2,8 @@
 # A throw-away Slurm on one bare GPU host (root; nothing to be installed from a registry; no systemd, no accounting).
 #   usage:  . tests/benchmarks/gpu_host.sh [RATE=10gbit] [HOSTS_A_GPU=1] [DEBS=.slurmdebs]
 # Sourced, so that the shell then talks to it. Each "host" is a network namespace behind a link of RATE, with one GPU:
-# one host a GPU for times, several where only accuracies matter. DEBS holds packages of Debian 12, unpacked here:
+# one host a GPU for times, several where only accuracies matter; as many hosts as there are GPUs, each with its own, have
+# a switch of their own, which jobs of several nodes ask for with --switches=1. DEBS holds packages of Debian 12:
 #   apt-get download slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 libhwloc15 liblua5.1-0 \
 #     liblz4-1 libjson-c5 libhttp-parser2.9 libjwt0 libyaml-0-2 libnuma1 libdbus-1-3 libbpf1 libltdl7 iproute2 \
 #     libelf1 libmnl0 libxtables12 libtirpc3 libcap2-bin
@@ -64,6 +65,7 @@ TaskProlog=$folder/task-prolog.sh
 SchedulerParameters=batch_sched_delay=1,sched_interval=1,bf_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
+TopologyPlugin=topology/tree
 CONF
 # Hosts share the machine's processors; the count is that of all of them, which OMP_NUM_THREADS does not lower.
 for i in $(seq 1 "$num_hosts"); do
@@ -82,6 +84,10 @@ for i in $(seq 1 "$num_hosts"); do
   echo "NodeName=n$i NodeAddr=10.77.0.$i Port=17000 CPUs=$cpus RealMemory=4000 Gres=gpu:1 State=UNKNOWN" >>"$SLURM_CONF"
   echo "NodeName=n$i Name=gpu File=/dev/nvidia$(((i - 1) % num_gpus))" >>"$folder/gres.conf"
 done
+for i in $(seq "$hosts_a_gpu"); do
+  echo "SwitchName=s$i Nodes=n[$(((i - 1) * num_gpus + 1))-$((i * num_gpus))]" >>"$folder/topology.conf"
+done
+echo "SwitchName=top Switches=s[1-$hosts_a_gpu]" >>"$folder/topology.conf"
 echo "PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP" >>"$SLURM_CONF"
 # Without cgroups for devices Slurm hands every task the first GPU, and all ranks would share one.
 cat >"$folder/task-prolog.sh" <<PROLOG
