@@ -96,18 +96,20 @@ class Bench:
             self.step()
         self.backward()
         self.refresh()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update()
         self.held_gib = (torch.cuda.memory_allocated() - before) / GIB
 
     def backward(self) -> None:
-        self.loss(self.model(self.inputs), self.targets).backward()
-
-    def step(self) -> None:
         for _ in range(self.microbatches):
-            self.backward()
+            self.loss(self.model(self.inputs), self.targets).backward()
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.backward()
+        self.update()
 
     def refresh(self) -> None:
         if isinstance(self.optimizer, TulaOptimizer):
@@ -131,8 +133,7 @@ class Bench:
             start.record()
             self.refresh()
             end.record()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end) / 1000)
         return statistics.median(times[1:])
