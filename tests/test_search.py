@@ -42,6 +42,21 @@ def test_a_single_node_does_not_stand_for_small_clusters() -> None:
     assert names == [f"n{n:03d}-b000{b}" for n in (1, 2, 8) for b in (16, 64)]
 
 
+def test_the_links_inside_a_node_are_measured_beside_those_between_nodes() -> None:
+    """Where one node of several GPUs is a candidate beside several nodes, no search guesses how fast its links are."""
+    sizes = [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
+    grid = [Candidate(nodes, batch, gpus) for nodes, gpus in sizes for batch in (8, 16, 32)]
+    partial = {(c.num_nodes, c.gpus_per_node) for c in asked("partial", grid, set(), set())}
+    assert partial == {(1, 1), (1, 4), (2, 1), (4, 1)}
+    assert Candidate(1, 32, 4) in asked("adaptive", grid, set(), set())
+    ends = {Candidate(4, 8, 1), Candidate(4, 32, 1)}
+    assert set(asked("adaptive", grid, set(), {Candidate(1, 32, 4)})) == {
+        *ends,
+        Candidate(2, 8, 1),
+        Candidate(1, 16, 4),
+    }
+
+
 def test_partial_search_ends() -> None:
     """Nothing is wanted when all corners are measured."""
     assert asked("partial", GRID, set(at((2, 8), (2, 64), (8, 8), (8, 64))), set()) == []

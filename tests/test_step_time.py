@@ -273,6 +273,20 @@ def test_the_last_gradients_are_never_hidden() -> None:
     assert fit.predict(several) - fit.predict(alone) == pytest.approx([0.08 * (0.1 * 1.75 + 0.06)], rel=0.1)
 
 
+@pytest.mark.parametrize(("gradient_mib", "untold"), [(17.3, 1 - 1 / 17.3), (26.5, 0.08), (0.5, 0.95), (np.nan, 0.08)])
+def test_gradients_of_one_bucket_are_assumed_to_wait_for_the_last(gradient_mib: float, untold: float) -> None:
+    """Until runs tell; a model of more than two buckets, or of unknown size, hides all but the usual 8 %."""
+    table = overlapped(grid(batches=[64])).assign(gradient_mib=gradient_mib)
+    assert values(fit_step_time(table))["after_backward"] == pytest.approx(untold)
+
+
+def test_four_corners_of_few_gradients_predict_the_inside() -> None:
+    """What waits for the end of the backward pass is told from computation that could hide it."""
+    table = overlapped(grid(), after_backward=0.9)
+    fit = fit_step_time(corners(table).assign(gradient_mib=17.3))
+    assert fit.predict(table) == pytest.approx(table["step_time_s"], rel=0.08)
+
+
 def test_the_gradient_of_what_is_minimised_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every start it agrees with differences, with every parameter free and with rows that do not synchronise."""
     minimise, seen = optimize.minimize, []

@@ -317,10 +317,11 @@ class GridSettings:
 class SearchSettings:
     mode: SearchMode = SearchMode.partial
     """`full` measures every candidate; `partial` the corners of the grid of each type of node: the smallest and the
-    largest cluster, and from one node on the smallest one of several, each with its smallest and largest batch;
-    `adaptive` three points, then up to three a round on which the decision depends most, until no other candidate could
-    beat the choice by more than `tolerance`, or a budget is spent. Partial waits in the queue once; adaptive once a
-    round, and decides better; full is for small grids, and where the whole curve is wanted."""
+    largest cluster, from one node on the smallest one of several, and one node of several GPUs, each with its smallest
+    and largest batch; `adaptive` three points, and a fourth on one node of several GPUs, then up to three a round on
+    which the decision depends most, until no other candidate could beat the choice by more than `tolerance`, or a
+    budget is spent. Partial waits in the queue once; adaptive once a round, and decides better; full is for small
+    grids, and where the whole curve is wanted."""
     tolerance: float = 0.02
     """For `adaptive`: how much better, as a share, an unmeasured candidate must possibly be to be worth measuring."""
     max_points: int | None = None

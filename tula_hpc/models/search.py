@@ -53,11 +53,15 @@ def next_round(
     two runs that differ in both nodes and batch cannot tell computation from synchronisation. Three identify intercept,
     slope and synchronisation, and the fourth shows how much of it hides behind computation. Where the smallest cluster
     is a single node, which exchanges nothing, the smallest one of several nodes has its two corners as well: without
-    them nothing is known of how synchronisation grows (17.5 % instead of 7.7 % median error on public traces).
+    them nothing is known of how synchronisation grows (17.5 % instead of 7.7 % median error on public traces). Where
+    one node of several GPUs is among larger clusters, its corners tell how fast the links inside it are: taken to be
+    like those between nodes, two H200s on NVLink seemed thirty times too slow beside links of 10 Gbit/s, and one GPU
+    was chosen, at twice the time.
 
     `adaptive` begins with three: the smallest cluster of several nodes with its smallest batch, the largest cluster
-    with its smallest and largest. Then `decide` names the points on which the decision
-    depends most, until there are none.
+    with its smallest and largest; and for the links inside a node a fourth, its largest batch on one node of several
+    GPUs, which also is what often is best there. Then `decide` names the points on which the decision depends most,
+    until there are none.
 
     When a corner is infeasible, the next smaller batch of the same cluster takes its place until one fits, and when no
     batch of a cluster is feasible, the next cluster does. The first points of `adaptive` also move on when one is lost.
@@ -95,9 +99,9 @@ def next_round(
 
 
 def first_points(grid: Collection[Candidate]) -> set[Candidate]:
-    """Where adaptive search begins: at most three points of each type of node, that tell intercept, slope and
-    synchronisation apart."""
-    return _of_each_type(grid, _first_three)
+    """Where adaptive search begins: at most four points of each type of node, that tell intercept, slope and
+    synchronisation apart, between nodes and inside one."""
+    return _of_each_type(grid, _first_few)
 
 
 def _of_each_type(grid: Collection[Candidate], choose: Callable[[set[Candidate]], set[Candidate]]) -> set[Candidate]:
@@ -106,7 +110,7 @@ def _of_each_type(grid: Collection[Candidate], choose: Callable[[set[Candidate]]
     return {c for node_type in types for c in choose({c for c in grid if c.node_type == node_type})}
 
 
-def _first_three(grid: set[Candidate]) -> set[Candidate]:
+def _first_few(grid: set[Candidate]) -> set[Candidate]:
     clusters = sorted({_cluster(candidate) for candidate in grid})
     if not clusters:
         return set()
@@ -115,7 +119,8 @@ def _first_three(grid: set[Candidate]) -> set[Candidate]:
     batches = _batches(grid, largest)
     if not smaller:  # one cluster: only the batch varies
         return {batches[0], batches[len(batches) // 2], batches[-1]}
-    return {_batches(grid, smaller[0])[0], batches[0], batches[-1]}
+    inside = {_batches(grid, cluster)[-1] for cluster in _within_a_node(clusters)}
+    return {_batches(grid, smaller[0])[0], batches[0], batches[-1]} | inside
 
 
 def close_infeasible(grid: Collection[Candidate], infeasible: Collection[Candidate]) -> set[Candidate]:
@@ -136,11 +141,16 @@ def _batches(grid: Collection[Candidate], cluster: Cluster) -> list[Candidate]:
     return sorted(candidate for candidate in grid if _cluster(candidate) == cluster)
 
 
+def _within_a_node(clusters: list[Cluster]) -> list[Cluster]:
+    """The largest cluster that synchronises over the links inside a node only, if any."""
+    return [cluster for cluster in clusters if cluster[0] == 1 and cluster[1] > 1][-1:]
+
+
 def _corners(grid: set[Candidate]) -> set[Candidate]:
     clusters = sorted({_cluster(candidate) for candidate in grid})
     several_nodes = [cluster for cluster in clusters if cluster[0] > 1]
     corners = set()
-    for cluster in {*clusters[:1], *several_nodes[:1], *clusters[-1:]}:
+    for cluster in {*clusters[:1], *_within_a_node(clusters), *several_nodes[:1], *clusters[-1:]}:
         batches = _batches(grid, cluster)
         corners |= {batches[0], batches[-1]}
     return corners

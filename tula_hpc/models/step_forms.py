@@ -39,9 +39,14 @@ ALPHA, BETA, T0, C_RING, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range
 COMPUTE, SYNC = slice(ALPHA, T0 + 1), slice(C_RING, C_R + 1)
 
 TYPICAL_SHARES = {BEFORE_SYNC: 0.35, AFTER_BACKWARD: 0.08}
-"""Assumed until runs say otherwise: a third of computation is the forward pass, and the last bucket is a small one."""
+"""Assumed until runs say otherwise: a third of computation is the forward pass, and the last bucket is a small one (but
+see `_usual_shares`)."""
 SHARE_SPREADS = {BEFORE_SYNC: 0.15, AFTER_BACKWARD: 0.25}
 """log(share) this far from the typical one begins to need the support of the runs."""
+FIRST_BUCKET_MIB, BUCKET_MIB = 1.0, 25.0
+"""Gradients that DDP averages at once: those complete first, then so much at a time."""
+ONE_BUCKET = 0.95
+"""after_backward that is usual where nothing is averaged before all gradients are complete."""
 FLOOR_POWER = 2.0
 """Power of the sum of the least compute time and the line: 1 adds them, infinite takes the larger."""
 SHARPNESS = 6.0
@@ -77,6 +82,8 @@ class Runs:
     """a, batches computed before each synchronisation."""
     allreduce_s: Array
     """Seconds of an all-reduce as large as the gradients over the same ranks, by itself; NaN where unknown."""
+    gradient_mib: Array
+    """MiB of the gradients; NaN where unknown."""
 
     def take(self, rows: NDArray[np.bool_]) -> Runs:
         """The runs in `rows` only."""
@@ -191,6 +198,21 @@ def _growth(nodes: Array) -> Array:
     return np.asarray(np.maximum(nodes - 2, 0))
 
 
+def _usual_shares(runs: Runs) -> dict[int, float]:
+    """`TYPICAL_SHARES`, but for gradients so few that all beside the first bucket wait for the end of backward.
+
+    MobileNetV3 has 17 MiB, and of 15 ms of an all-reduce by itself 11 to 12 were waited for at any batch.
+    """
+    known = runs.gradient_mib[np.isfinite(runs.gradient_mib)]
+    mib = float(known.max()) if len(known) else math.inf
+    after_backward = TYPICAL_SHARES[AFTER_BACKWARD]
+    if mib <= FIRST_BUCKET_MIB:
+        after_backward = ONE_BUCKET
+    elif mib <= FIRST_BUCKET_MIB + BUCKET_MIB:
+        after_backward = max(after_backward, min(1 - FIRST_BUCKET_MIB / mib, ONE_BUCKET))
+    return {**TYPICAL_SHARES, AFTER_BACKWARD: after_backward}
+
+
 def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
     """Which parameters of the overlap form the runs can tell; the names of the others that matter, and a note for each.
 
@@ -205,7 +227,7 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
     growth = len(set(np.maximum(nodes[between], 2))) > 1
     usual = {
         share: f"No contrast to tell how much overlaps: {OVERLAP_NAMES[share]} was taken as usual ({typical:g})."
-        for share, typical in TYPICAL_SHARES.items()
+        for share, typical in _usual_shares(runs).items()
     }
     rules = [
         # Of the two constants of computation, two batch sizes tell one; a floor predicts the middle better.
@@ -261,8 +283,8 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
     log_step = np.log(runs.step_s / unit)
     log_compute = np.log(runs.compute_s[known] / runs.accumulation[known] / unit)
     log_allreduce = np.log(runs.allreduce_s[told] / unit)
-    shares = list(TYPICAL_SHARES)
-    typical, spread = (np.array(list(each.values())) for each in (TYPICAL_SHARES, SHARE_SPREADS))
+    usual = _usual_shares(runs)
+    shares, typical, spread = list(usual), np.array(list(usual.values())), np.array(list(SHARE_SPREADS.values()))
 
     def loss(values: Array) -> tuple[float, Array]:
         """What is minimised, and its gradient."""
@@ -285,8 +307,8 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
         return of_steps + of_computes + of_sums + float(np.sum(np.log(1 + unusual**2))), gradient
 
     units = np.array([unit, unit / largest, unit, unit, unit, unit, unit, 1.0, 1.0])
-    starts = _starts() if near is None else [np.maximum(near / units, 1e-3)]
-    values, converged = _minimise(loss, free, starts)
+    starts = _starts(usual) if near is None else [np.maximum(near / units, 1e-3)]
+    values, converged = _minimise(loss, free, starts, usual)
     if T0 not in free and ALPHA not in free:
         values[ALPHA] = values[BETA] = values[BETA] / 2
     _assume_unseen_link(values, free, float(runs.gpus.max()))
@@ -305,21 +327,22 @@ def _bounded_misfit(errors: Array) -> tuple[float, Array]:
     return float(ALLREDUCE_WEIGHT * np.sum(1 - 1 / more)), ALLREDUCE_WEIGHT * 2 * errors / ALLREDUCE_NOISE**2 / more**2
 
 
-def _starts() -> list[Array]:
-    """Usual overlap and next to none, as with a single bucket, each with two splits of the median step into compute and
-    synchronisation."""
+def _starts(usual: dict[int, float]) -> list[Array]:
+    """Usual overlap and next to none, each with two splits of the median step into compute and synchronisation."""
     return [
         np.array([compute / 2, compute / 2, compute / 10, sync, sync / 50, sync / 10, sync, *shares])
-        for shares in (TYPICAL_SHARES.values(), (0.95, TYPICAL_SHARES[AFTER_BACKWARD]))
+        for shares in (usual.values(), (0.95, usual[AFTER_BACKWARD]))
         for compute, sync in ((0.3, 0.7), (0.8, 0.2))
     ]
 
 
-def _minimise(loss: Callable[[Array], tuple[float, Array]], free: list[int], starts: list[Array]) -> tuple[Array, bool]:
+def _minimise(
+    loss: Callable[[Array], tuple[float, Array]], free: list[int], starts: list[Array], usual: dict[int, float]
+) -> tuple[Array, bool]:
     """The values of the best start, and whether any start converged."""
     fixed = np.zeros(len(OVERLAP_NAMES))
-    fixed[list(TYPICAL_SHARES)] = list(TYPICAL_SHARES.values())
-    bounds = [(1e-2, 1 - 1e-6) if index in TYPICAL_SHARES else (1e-6, None) for index in free]
+    fixed[list(usual)] = list(usual.values())
+    bounds = [(1e-2, 1 - 1e-6) if index in usual else (1e-6, None) for index in free]
 
     def value_and_gradient(x: Array) -> tuple[float, Array]:
         values = fixed.copy()

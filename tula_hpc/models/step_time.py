@@ -27,6 +27,8 @@ ring in 2 ceil(log2 R) rounds of latency l / 2 (Thakur, Rabenseifner and Gropp, 
 `overlap` lets computation hide synchronisation as gradient buckets do: none before the first gradients are complete,
 which takes the share before_sync of T_c, and never that of the last gradients, the share after_backward of T_s. If
 either is 1 the times add up; if both are 0 only the larger is seen. Of accumulated batches only the last synchronises.
+What is usual of the two is assumed until the runs tell; gradients of at most 26 MiB are averaged in two buckets, of
+which the second can hide behind nothing.
 t0 is the floor of a device that a small batch does not fill. T_s is that of a ring, and grows beyond it in proportion
 to N (latency of the hops, stragglers); it tells links between nodes from those inside one where both were measured. A
 single rank does not synchronise in either form.
@@ -284,9 +286,9 @@ def fit_step_time(
     Args:
         table: One row per run: num_nodes, gpus_per_node, batch_per_rank, step_time_s and, where known (else NaN or no
             column), compute_time_s (the step without synchronisation) or sync_time_s (the part of the step spent
-            waiting for synchronisation; then compute is taken as the step less this part), and allreduce_s (an
-            all-reduce as large as the gradients over the same ranks with nothing else running). Only `overlap` uses
-            them.
+            waiting for synchronisation; then compute is taken as the step less this part), allreduce_s (an all-reduce
+            as large as the gradients over the same ranks with nothing else running), and gradient_mib (of all
+            gradients, MiB). Only `overlap` uses them.
             `accumulation`, batches computed before each synchronisation, is 1 without the column; step and compute time
             are then of all of them, batch_per_rank of one.
         model: `overlap` or `additive`.
@@ -370,7 +372,8 @@ def _clean(table: pd.DataFrame) -> tuple[Runs, tuple[str, ...]]:
         _refuse(table, ~good, "step_time_s must be positive and finite, in seconds")
         raise ValueError("the table of step times is empty; nothing was measured")
     step_s = table["step_time_s"].to_numpy(dtype=float)
-    runs = Runs(*configurations[:3], step_s, _compute_time(table), configurations[3], _allreduce_time(table))
+    others = _allreduce_time(table), _column(table, "gradient_mib")
+    runs = Runs(*configurations[:3], step_s, _compute_time(table), configurations[3], *others)
     return runs.take(good), tuple(str(label) for label in table.index[~good])
 
 
@@ -383,21 +386,21 @@ def _positive(values: Array) -> NDArray[np.bool_]:
     return np.asarray(np.isfinite(values) & (values > 0), dtype=bool)
 
 
+def _column(table: pd.DataFrame, name: str) -> Array:
+    """Its numbers, NaN where there is none."""
+    return table[name].to_numpy(dtype=float) if name in table else np.full(len(table), np.nan)
+
+
 def _compute_time(table: pd.DataFrame) -> Array:
     """Seconds of computation of each row: measured, else step less exposed synchronisation, else NaN."""
-    nothing = np.full(len(table), np.nan)
-    step = table["step_time_s"].to_numpy(dtype=float)
-    compute = table["compute_time_s"].to_numpy(dtype=float) if "compute_time_s" in table else nothing
-    exposed = table["sync_time_s"].to_numpy(dtype=float) if "sync_time_s" in table else nothing
+    step, compute, exposed = (_column(table, name) for name in ("step_time_s", "compute_time_s", "sync_time_s"))
     compute = np.where(_positive(compute), compute, step - exposed)
     return np.where(_positive(compute), compute, np.nan)
 
 
 def _allreduce_time(table: pd.DataFrame) -> Array:
     """Seconds of the all-reduce of each row, NaN where it was not measured and on a single rank, which has none."""
-    if "allreduce_s" not in table:
-        return np.full(len(table), np.nan)
-    seconds, (nodes, gpus, *_) = table["allreduce_s"].to_numpy(dtype=float), _configurations(table)
+    seconds, (nodes, gpus, *_) = _column(table, "allreduce_s"), _configurations(table)
     return np.where(_positive(seconds) & (nodes * gpus > 1), seconds, np.nan)
 
 
