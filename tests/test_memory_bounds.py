@@ -98,8 +98,10 @@ def test_a_bound_that_runs_out_of_memory_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_no_measured_bound_runs_out_of_memory(record: Path) -> None:
-    """With the rule and share of a run on GPUs no bound does, and memory is predicted within 3 % (median)."""
+    """With the rule and share of a run on GPUs no bound does, five of six reach 90 % of what trains without retries,
+    and memory is predicted within 3 % (median)."""
     found = [judge(case) for case in cases_in(read(record)[1])]
     assert not [case.case.key for case in found if case.ran_out("rest", SHARE)]
+    assert sum(case.of_freely("rest", SHARE) >= 0.9 for case in found) >= 5 / 6 * len(found)
     errors = sorted(abs(error) for case in found for error in case.errors)
     assert errors[len(errors) // 2] <= 0.03

@@ -46,7 +46,7 @@ from torch import nn
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.ranks.device_memory import GIB, MemoryMeter, allocated_bytes
 
-FRACTIONS = (0.9, 0.95, 1.0)
+FRACTIONS = (0.95, 0.98, 1.0)
 CAPS = (6, 9, 13, 19, 27, 40)
 """Caps of memory, as what so many times the smallest batch would need."""
 RULES = ("rest", "whole")
