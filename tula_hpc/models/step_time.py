@@ -34,8 +34,9 @@ to N (latency of the hops, stragglers); it tells links between nodes from those 
 single rank does not synchronise in either form.
 
 The form was chosen by leaving out, in turn, each source of step times: two models of the Sia artifact (SOSP'23),
-ResNet50 on H100s, four models on H100s behind 10 Gbit/s links, and four made-up trainings (tests/benchmarks/
-predictions.py, numbers in tests/data/benchmarks/predictions.txt). What lost there: the p-norm (T_c^gamma +
+ResNet50 on H100s, four models on H100s behind 10 Gbit/s links, and four made-up trainings; since then four models on
+H200s and a small one on CPUs are among them (tests/benchmarks/predictions.py, numbers in tests/data/benchmarks/
+predictions.txt). What lost there: the p-norm (T_c^gamma +
 T_s^gamma)^(1/gamma) that stood here before and is AdaptDL's; no or a weak pull on the shares, squared errors, no floor,
 growth with log N or none, fits that leave out the all-reduce measured by itself or are bound to it. A constant in the
 place of the ring's 2 (R - 1) / R is as good between measured numbers of nodes, or better by a point, and far off beyond
@@ -107,8 +108,8 @@ class StepTimeModel(str, Enum):
 
 
 # Standard deviation of log(predicted / measured) before this application's own left-out runs say better. With it the
-# 90 % interval holds 89-93 % of the runs that a fit has not seen over all sources, 86-90 % on the public traces alone,
-# and 90-99 % for additive (tests/data/benchmarks/predictions.txt).
+# 90 % interval holds 90-96 % of the runs that a fit has not seen over all sources, 86-90 % on the public traces alone,
+# and 89-96 % for additive (tests/data/benchmarks/predictions.txt).
 _PRIOR_LOG_ERROR = {StepTimeModel.OVERLAP: 0.08, StepTimeModel.ADDITIVE: 0.19}
 
 
