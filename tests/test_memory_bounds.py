@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.benchmarks.memory import CAPS, Judged, cases_in, judge, keep, measure_all, read, verdict
-from tula_hpc.config import SearchSettings
+from tula_hpc.config import ClusterSettings, Settings
 
 RECORDS = sorted((Path(__file__).parent / "data" / "memory").glob("*.csv"))
-SHARE = SearchSettings().memory_fraction
+SHARE = Settings(cluster=ClusterSettings(gpus_per_node=1)).memory_fraction
 
 
 class Formula:

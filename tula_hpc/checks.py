@@ -134,7 +134,7 @@ def check(settings: Settings) -> list[str]:
             problems.append(
                 f"{low} is {_value(settings, low)}, above {high}={_value(settings, high)}; lower one or raise the other"
             )
-    if not 0 < settings.search.memory_fraction <= 1:
+    if not 0 < settings.memory_fraction <= 1:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")

@@ -343,14 +343,15 @@ class SearchSettings:
     """Form of the step-time model: `overlap`, or the paper's `additive` one (Eq. 2). Both are fitted and reported."""
     collective: Collective = Collective.ring
     """How the additive form takes gradients to be exchanged (Eq. 2c)."""
-    memory_fraction: float = 0.98
+    memory_fraction: float | None = None
     """Share of a rank's memory that a candidate may be predicted to use. On GPUs: of what is left
-    beside parameters, gradients, optimizer state and context, which do not fluctuate.
+    beside parameters, gradients, optimizer state and context, which do not fluctuate. Null: 0.98 on GPUs, 0.95 on CPUs.
 
     The upper end of the interval must stay below it, which already keeps free what the prediction may be off. In 24
     capped cases on an H200 no bound ran out of memory, up to 1; 0.98 reaches nine tenths of the largest batch without
     allocator retries in 20, 0.95 in 17 (tests/data/benchmarks/memory.txt). Seven bounds, most of AlexNet, are beyond
-    that batch (four at 0.95): they fit with retries, which the measurement before the long training sees."""
+    that batch (four at 0.95): they fit with retries, which the measurement before the long training sees. On CPUs,
+    where a batch too large is killed, there are too few cases to go so far."""
     verify_choice: bool = True
     """Whether a choice that was not measured is measured before the long training. That is a job more, which tells
     whether it fits and is as fast as predicted; if not, the next one is chosen, up to five times. Likewise beside the
@@ -542,6 +543,12 @@ class Settings:
     @property
     def test_samples(self) -> int:
         return min(self.workload.test_samples, self.data.test_samples or self.workload.test_samples)
+
+    @property
+    def memory_fraction(self) -> float:
+        """`search.memory_fraction`, or what stands for it."""
+        chosen = self.search.memory_fraction
+        return chosen if chosen is not None else 0.98 if self.cluster.gpus_per_node else 0.95
 
     @property
     def node_types(self) -> list[str]:

@@ -237,7 +237,7 @@ class Moving:
         point, there = self.jobs.point(probe), self.jobs.candidate(probe)
         fit = fit_of(read_json(self.run.fit), there.node_type)
         constant_gib = MemoryFit.from_dict(fit["memory"]).constant_gib(alone=there.world_size == 1)
-        usable = usable_gib(point["limit_gib"], self.settings.search.memory_fraction, constant_gib)
+        usable = usable_gib(point["limit_gib"], fit["memory_fraction"], constant_gib)
         return point["allocator_retries"] == 0 and point["memory_gib"] <= usable
 
     def _at_least(self, there: Candidate) -> list[Candidate]:
