@@ -65,15 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """In a process of `pytest -n`, leave the processors to Slurm's tests, which take longest and decide the whole time.
-
-    A process never gets its priority back, nor has to: the one that has Slurm's tests begins with them.
-    """
-    if hasattr(item.config, "workerinput") and not item.nodeid.startswith(ONE_UNIT):
-        os.setpriority(os.PRIO_PROCESS, 0, 5)
-
-
 @pytest.fixture
 def tiny_overrides() -> list[str]:
     """Overrides of a run that takes seconds."""
