@@ -394,39 +394,36 @@ PLANS["rivals"] = [
     ({"alexnet": (128,), "resnet18": (128,), "mobilenetv3": (128,), "vgg11": (128,)}, ("lbt",), (0, 1, 2)),
 ]
 
-PLANS["explore5"] = [  # what LARS has on nets with normalisation: longer steps that follow the decays, free vectors
-    (tasks, (method,), (0,))
-    for method in (
-        "lin+band1+tau0.01+follow1+free",
-        "lin+band0.3+follow1",
-        "lin+band0.3+tau0.01+follow1",
-        "lin+band1+tau0.01+follow1",
-        "lin+band0.3+free",
-        "lin+band0.1+tau0.01+follow1+free",
-        "ags",
-        "lars",
-        "lin+band0.3+tau0.02+follow1+free",
-    )
-    for tasks in (_M, _R, _V, _A)
-]
 
-PLANS["explore6"] = [  # bounds that fall evenly to the end, whatever the schedule's steps
-    (tasks, (method,), (0,))
-    for method in ("lin+band0.3+tau0.01+anneal1", "lin+band1+tau0.01+anneal1", "lin+band0.5+tau0.01+anneal0.5", "lars")
-    for tasks in (_M, _R, _V, _A)
-]
+def _on_each_model(*methods: str) -> list[tuple[dict[str, tuple[int, ...]], tuple[str, ...], tuple[int, ...]]]:
+    """One seed of each method on its largest batches, method by method."""
+    return [(tasks, (method,), (0,)) for method in methods for tasks in (_M, _R, _V, _A)]
 
-PLANS["explore7"] = [  # MobileNetV3 wants longer steps, at which VGG11 does not begin: do they agree after a warm-up?
-    (tasks, (method,), (0,))
-    for method in (
-        "lin+band1+tau0.01+anneal0.5+warm",
-        "lin+band0.7+tau0.01+anneal0.5+warm",
-        "lin+band0.5+tau0.01+anneal0.5+warm",
-        "lin+band0.5+tau0.02+anneal1+warm",
-        "lin+band0.7+tau0.01+anneal0.5",
-    )
-    for tasks in (_M, _R, _V, _A)
-]
+
+# what LARS has on nets with normalisation: longer steps that follow the decays, free vectors
+PLANS["explore5"] = _on_each_model(
+    "lin+band1+tau0.01+follow1+free",
+    "lin+band0.3+follow1",
+    "lin+band0.3+tau0.01+follow1",
+    "lin+band1+tau0.01+follow1",
+    "lin+band0.3+free",
+    "lin+band0.1+tau0.01+follow1+free",
+    "ags",
+    "lars",
+    "lin+band0.3+tau0.02+follow1+free",
+)
+# bounds that fall evenly to the end, whatever the schedule's steps
+PLANS["explore6"] = _on_each_model(
+    "lin+band0.3+tau0.01+anneal1", "lin+band1+tau0.01+anneal1", "lin+band0.5+tau0.01+anneal0.5", "lars"
+)
+# MobileNetV3 wants longer steps, at which VGG11 does not begin: do they agree after a warm-up?
+PLANS["explore7"] = _on_each_model(
+    "lin+band1+tau0.01+anneal0.5+warm",
+    "lin+band0.7+tau0.01+anneal0.5+warm",
+    "lin+band0.5+tau0.01+anneal0.5+warm",
+    "lin+band0.5+tau0.02+anneal1+warm",
+    "lin+band0.7+tau0.01+anneal0.5",
+)
 
 _LARGE = {"vgg11": (4096, 2048, 1024), "resnet18": (4096, 2048, 1024), "mobilenetv3": (4096,)}
 _RIVALS = ("lbt", "lars", "lin", "sqrt", "ags_paper", "polo", "ags")
