@@ -251,8 +251,8 @@ def work(plan: list[dict[str, Any]], folder: Path, claims: Path, until: float) -
     data: dict[str, dict[str, Split]] = {}
     out = claims / f"{os.getpid()}.jsonl"
     for run in plan:
-        if time.time() > until:
-            return
+        if time.time() + run.pop("expected_s") > until:
+            continue  # a shorter one may still fit
         try:
             (claims / key(run)).touch(exist_ok=False)
         except FileExistsError:
@@ -284,11 +284,22 @@ def plan(name: str) -> list[dict[str, Any]]:
     ]
 
 
+def expected_s(records: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:
+    """How long a run takes by the longest like it in the records: its task, and its batch if there was one."""
+
+    def longest(run: dict[str, Any]) -> float:
+        same = [record for record in records if record["task"] == run["task"]]
+        return max((r["seconds"] for r in [r for r in same if r["batch"] == run["batch"]] or same), default=0.0)
+
+    return longest
+
+
 def run_plan(arguments: argparse.Namespace) -> None:
     """Share the plan among processes, then put what they found into one file."""
     until = time.time() + 60 * arguments.minutes
-    done = {key(record) for record in read([arguments.records])}
-    todo = [run for run in plan(arguments.plan) if key(run) not in done]
+    records = read([arguments.records])
+    done, took = {key(record) for record in records}, expected_s(records)
+    todo = [{**run, "expected_s": took(run)} for run in plan(arguments.plan) if key(run) not in done]
     claims = Path(f"/tmp/accuracy-{os.getpid()}")
     claims.mkdir()
     (claims / "todo.json").write_text(json.dumps(todo))
