@@ -36,7 +36,7 @@ class Method:
         self.is_matrix = torch.tensor([p.ndim > 1 for p in self.params], device=self.params[0].device)
         multiplier, self.rules = 1.0, []
         self.trust, self.tula, self.fresh, self.steps = None, None, None, 0
-        self.shuffle = self.free = self.warm = self.warmed = False
+        self.shuffle = self.free = self.warm = self.warmed = self.cos = False
         self.tau, self.follow, self.anneal, self.factor, self.progress = 0.005, 0.0, 0.0, 1.0, 0.0
         self.usual = self.mean_factor = None
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
@@ -59,7 +59,7 @@ class Method:
                     multiplier = 2 * (batch / 512) ** (math.log(5) / math.log(8)) / lr
             elif word in ("tau", "follow", "anneal"):
                 setattr(self, word, value)
-            elif word in ("shuffle", "free", "warm"):
+            elif word in ("shuffle", "free", "warm", "cos"):
                 setattr(self, word, True)
             elif word == "ags":
                 multiplier *= self.ratio
@@ -163,11 +163,14 @@ def capall(method: Method, tau: float | None) -> None:
 def band(method: Method, share: float | None) -> None:
     """A tensor's update is at most `tau` of its weights, and at least `share` of that: small gradients are raised, at
     most tenfold. Both bounds follow the schedule's decays to the power of `follow`, or fall to zero with what remains
-    of the training to the power of `anneal`; `warm` ones rise with the warm-up. `free` vectors have none.
+    of the training to the power of `anneal`, or by a `cos`ine; `warm` ones rise with the warm-up. `free` vectors have
+    none.
     """
     share = share or 0.1
     grads = [p.grad for p in method.params]
     tau = method.tau * method.factor**method.follow * (1 - method.progress) ** method.anneal
+    if method.cos:
+        tau *= (1 + math.cos(math.pi * method.progress)) / 2
     if method.warm and not method.warmed:
         tau *= method.factor
     w, g = torch.stack(torch._foreach_norm(method.params)), torch.stack(torch._foreach_norm(grads))
@@ -424,6 +427,13 @@ PLANS["explore7"] = _on_each_model(
     "lin+band0.5+tau0.02+anneal1+warm",
     "lin+band0.7+tau0.01+anneal0.5",
 )
+# the running averages of MobileNetV3's normalisation follow the last hundred steps: it gains from an end at rest
+PLANS["explore8"] = [
+    *_on_each_model("lin+band0.7+tau0.01+cos+warm", "lin+band0.5+tau0.015+cos+warm"),
+    (_M, ("lars",), (1,)),
+    (_M, ("lin+band0.7+tau0.01+anneal0.5+warm",), (1,)),
+    *_on_each_model("lin+band0.7+tau0.01+anneal0.75+warm"),
+]
 
 _LARGE = {"vgg11": (4096, 2048, 1024), "resnet18": (4096, 2048, 1024), "mobilenetv3": (4096,)}
 _RIVALS = ("lbt", "lars", "lin", "sqrt", "ags_paper", "polo")
