@@ -4,7 +4,7 @@
 # DATA holds cifar10-images.tar.xz and caltech101-80px.tar.xz; RUNS is a .tgz of run folders without checkpoints, made or
 # replaced. "times" gives each GPU to one host; "accuracies" lets five hosts share it, so nothing there is a time.
 set -u
-kind=$1 data=$(realpath "$2") runs=$(realpath -m "$3") ends=$(($(date +%s) + 60 * $4))
+kind=$1 data=$(realpath "$2") runs=$(realpath -m "$3") ends=$(($(date +%s) + 60 * ${4%.*}))
 shift 4
 results=("$@") here=$PWD work=/tmp/paper-small
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NCCL_ALGO=Ring NCCL_NVLS_ENABLE=0
@@ -39,7 +39,7 @@ if [ "$kind" = times ]; then
   settings+=(grid.max_nodes=2 profiling=packed)
 else
   hosts_a_gpu=5 at_once=10
-  settings+=("cluster.sbatch={switches: 1@60}")
+  settings+=(+cluster.sbatch.switches=1@60)
 fi
 # shellcheck source=tests/benchmarks/gpu_host.sh
 . "$here/tests/benchmarks/gpu_host.sh" 10gbit $hosts_a_gpu "$here/.slurmdebs"
