@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,20 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 FRACTION = "TULA_TEST_MEMORY_FRACTION"
 
 
+class SlowToBegin(torch.nn.Module):
+    """Waits in each step, so that the largest batch is the fastest on any GPU."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return images
+
+
 def model_on_part_of_the_gpu() -> torch.nn.Module:
     """A ResNet18 in a process that may use only the share of the GPU that the environment names."""
     from torchvision.models import resnet18
 
     torch.cuda.set_per_process_memory_fraction(float(os.environ.get(FRACTION, "1")))
-    return resnet18(num_classes=10)
+    return torch.nn.Sequential(SlowToBegin(), resnet18(num_classes=10))
 
 
 def test_cuda_oom_in_training_goes_on_with_the_next_smaller_batch(

@@ -418,7 +418,7 @@ def test_unknown_numbers_leave_a_report(tmp_path: Path) -> None:
     [
         (MethodKind.lrs_linear, ["lrs_linear: learning rate in", "0.05 for batch 32", "learning rate {base_lr:g}"]),
         (MethodKind.polo, ["polo: post-local SGD", "method polo, learning rate 0.05, models averaged every 8 steps"]),
-        (MethodKind.ags, ["each tensor's step bounded, to 0.50% to 1.00% of its weights", "learning rate {base_lr:g}"]),
+        (MethodKind.ags, ["each tensor's step bounded, to 0.70% to 1.00% of its weights", "learning rate {base_lr:g}"]),
         (MethodKind.ags_paper, ["as printed (Algorithm 1), towards batch 32", "method ags_paper, learning rate 0.05"]),
     ],
 )

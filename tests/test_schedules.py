@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tula_hpc.optim.schedules import learning_rate, lr_factor, scaled_lr
+from tula_hpc.optim.schedules import bound_factor, learning_rate, lr_factor, scaled_lr
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,11 @@ def test_refuses_an_unknown_scaling():
     """A misspelt rule is answered with those there are."""
     with pytest.raises(ValueError, match="none, sqrt, linear"):
         scaled_lr(0.1, global_batch=2, small_batch=1, scaling="cubic")
+
+
+@pytest.mark.parametrize(
+    ("epoch", "factor"), [(0, 0.1), (2, 0.55 * 0.98**0.75), (4, 0.96**0.75), (100, 0.0), (101, 0.0)]
+)
+def test_bounds_rise_with_the_warmup_and_fall_to_the_end(epoch, factor):
+    """The factor of the bounds is a tenth at first, follows what remains after the warm-up, and is never negative."""
+    assert bound_factor(epoch, epochs=100, warmup_epochs=4) == pytest.approx(factor)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.optim.bounded import BoundedOptimizer
-from tula_hpc.ranks import checkpoints, pace, workloads
+from tula_hpc.ranks import checkpoints, pace, training, workloads
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.training import RemainingSampler, train
@@ -110,19 +110,36 @@ def test_resuming_in_an_epoch_changes_nothing(
         assert all(line["mean_scale"] > 1 for line in parted.read_metrics())
 
 
-def test_the_bounds_of_ags_know_what_remains_of_the_training(
+def test_the_bounds_of_ags_rise_with_the_warmup_and_fall_with_what_remains(
     tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    remaining, step = [], BoundedOptimizer.step
+    factors, step = [], BoundedOptimizer.step
 
     def noted_step(self: BoundedOptimizer) -> None:
-        remaining.append(self.remaining)
+        factors.append(self.bound_factor)
         step(self)
 
     monkeypatch.setattr(BoundedOptimizer, "step", noted_step)
-    settings = tiny_settings("method=ags", "training.epochs=2")  # of 256 samples
+    settings = tiny_settings("method=ags", "training.epochs=2", "training.warmup_epochs=1")  # of 256 samples
     train(settings, Candidate(1, 64), ALONE, RunFolder(tmp_path / "run"), CPU, EarlyWarning(), Heartbeat(None))
-    assert remaining == [1 - step / 8 for step in range(8)]
+    rise = [0.1, 0.325, 0.55, 0.775, 1, 1, 1, 1]
+    assert factors == pytest.approx([rise[step] * (1 - step / 8) ** 0.75 for step in range(8)])
+
+
+@pytest.mark.parametrize(("method", "momentum"), [("ags", 1 - 0.99**2), ("lbt", 0.01)])
+def test_ags_lets_running_averages_follow_as_many_samples(
+    tiny_settings: Callable[..., Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    momentum: float,
+):
+    norm = torch.nn.BatchNorm2d(1, momentum=0.01)
+    model = torch.nn.Sequential(norm, torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    monkeypatch.setattr(training, "build_model", lambda _: model)
+    settings = tiny_settings(f"method={method}", "method.small_batch=32", "training.epochs=1")
+    train(settings, Candidate(1, 64), ALONE, RunFolder(tmp_path / "run"), CPU, EarlyWarning(), Heartbeat(None))
+    assert norm.momentum == pytest.approx(momentum)
 
 
 def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(

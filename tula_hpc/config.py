@@ -420,10 +420,10 @@ class MethodSettings:
     """For any method: the global batch that the learning rate was tuned for. `ags_measured` and `ags_paper` scale
     towards its gradients; `ags`, `lrs_linear`, `lrs_sqrt` and `lars` scale the rate by how much larger, or smaller, the
     batch is."""
-    step_floor: float = 0.005
+    step_floor: float = 0.007
     """For `ags`: a step's share of a tensor's weights (learning rate x gradient, norms) below which the gradient is
-    lengthened, at most `scale_cap` times; 0: never. Both bounds fall with the square root of what remains of the
-    training."""
+    lengthened, at most `scale_cap` times; 0: never. Both bounds rise with the warm-up from a tenth, and fall to
+    zero at the end of the training."""
     step_cap: float = 0.01
     """For `ags`: the share above which it is shortened."""
     delta_threshold: float = 0.5

@@ -202,7 +202,7 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
     epochs = run.get("epochs", task.epochs)
     schedule = functools.partial(
         lr_factor,
-        warmup_epochs=5,
+        warmup_epochs=accuracy_methods.WARMUP_EPOCHS,
         milestones=[m * epochs / task.epochs for m in task.milestones],
         decay=task.lr_decay,
     )
@@ -217,7 +217,8 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         for step in range(steps):
             chosen = order[step * batch : (step + 1) * batch]
             inputs, targets = _normal(_augmented(images[chosen], size)), classes[chosen]
-            method.set_lr(schedule(epoch + step / steps), (epoch + step / steps) / epochs)
+            epochs_done = epoch + step / steps
+            method.set_lr(schedule(epochs_done), epochs_done, epochs)
             loss = method.train_step(inputs, targets, is_last_of_epoch=step == steps - 1)
         losses.append(loss)
         if time.time() > until:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.bounded import BoundedOptimizer
+from tula_hpc.optim.running_averages import follow_as_many_samples
+from tula_hpc.optim.schedules import bound_factor
 
+WARMUP_EPOCHS = 5
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 PLANS: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, ...], tuple[int, ...]]]] = {}
@@ -64,6 +67,7 @@ class Method:
             elif word == "ags":
                 multiplier *= self.ratio
                 self.optimizer = BoundedOptimizer(inner, global_batch=batch, small_batch=small)
+                follow_as_many_samples(model, batch, small)
             elif word in ("ags_paper", "ags_tensor", "ags_global"):
                 make = TulaOptimizer.paper if word == "ags_paper" else TulaOptimizer
                 options: dict[str, Any] = {} if word == "ags_paper" else {"granularity": word.split("_")[1]}
@@ -79,14 +83,14 @@ class Method:
             self.weight_decay = weight_decay
             inner.param_groups[0]["weight_decay"] = 0.0
 
-    def set_lr(self, factor: float, progress: float) -> None:
-        """The rate of the coming step: the schedule's share of the tuned one, at this share of the training."""
-        self.factor, self.progress, self.warmed = factor, progress, self.warmed or factor >= 1
+    def set_lr(self, factor: float, epoch: float, epochs: int) -> None:
+        """The rate of the coming step, the schedule's share of the tuned one, after so many of the epochs."""
+        self.factor, self.progress, self.warmed = factor, epoch / epochs, self.warmed or factor >= 1
         self.rate = self.lr * self.multiplier * factor
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         if isinstance(self.optimizer, BoundedOptimizer):
-            self.optimizer.remaining = 1 - progress
+            self.optimizer.bound_factor = bound_factor(epoch, epochs=epochs, warmup_epochs=WARMUP_EPOCHS)
 
     def train_step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> Tensor:
         """One step on a batch; its loss."""

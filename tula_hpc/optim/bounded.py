@@ -11,14 +11,15 @@ times. LARS (You et al. 2017, arXiv 1708.03888) makes r the same for all tensors
 
     optimizer = BoundedOptimizer(SGD(model.parameters(), lr=0.08, momentum=0.9), global_batch=1024, small_batch=128)
     ...
-    optimizer.remaining = 1 - step / num_steps  # before each step
+    optimizer.bound_factor = bound_factor(epochs_done, epochs=90, warmup_epochs=5)  # before each step
     optimizer.step()
 
 The rate is the caller's, `lr` = B / b times the one tuned for b, with a warm-up. r counts the gradient alone: neither
 momentum, which makes a lasting step 1 / (1 - momentum) times as long, nor weight decay.
 
-Steps that stay long keep a training from settling, and bounds that follow the rate's decays end it too early: floor and
-cap are multiplied by the square root of the share of the training that remains.
+Steps that stay long keep a training from settling, bounds that follow the rate's decays end it too early, and a model
+without normalisation does not begin with long ones: floor and cap rise with the warm-up and then fall to the end of the
+training, as `bound_factor` says (`tula_hpc.optim.schedules`).
 
 Biases and the weights of normalisation begin at 0 or 1, and a share of that says nothing about a good step: tensors of
 one dimension, and others whose weights are hardly anything yet, take the scale of the whole model's gradient.
@@ -55,12 +56,12 @@ class BoundedOptimizer(WrappedOptimizer):
         optimizer: The inner optimizer. Made for SGD: those that divide by the size of the gradient undo the scales.
         global_batch: Samples in one step over all ranks (B).
         small_batch: The batch that the learning rate was tuned for (b).
-        step_floor: Smallest r at the beginning of the training, a share; 0: none.
+        step_floor: Smallest r, a share, at a `bound_factor` of 1; 0: none.
         step_cap: Largest r, likewise.
         scale_cap: What a gradient is multiplied by at most.
 
     Attributes:
-        remaining: Share of the training that is left, 1 to 0, the caller's to set; left at 1, the bounds stay.
+        bound_factor: Multiplies floor and cap in the coming step, the caller's to set; left at 1, the bounds stay.
 
     Raises:
         ValueError: On settings out of range, sharded parameters (FSDP), and on LBFGS; by `step` on sparse gradients and
@@ -75,7 +76,7 @@ class BoundedOptimizer(WrappedOptimizer):
         *,
         global_batch: int,
         small_batch: int,
-        step_floor: float = 0.005,
+        step_floor: float = 0.007,
         step_cap: float = 0.01,
         scale_cap: float = 10.0,
     ):
@@ -87,7 +88,7 @@ class BoundedOptimizer(WrappedOptimizer):
             raise ValueError(f"BoundedOptimizer: {' '.join(problems)}")
         gradients.refuse_sharded(self._parameters())
         self._checked = False
-        self.remaining = 1.0
+        self.bound_factor = 1.0
         self._scales: Tensor | None = None  # of the last step, one for each tensor
         self._sizes: Tensor | None = None
         if "sgd" not in type(optimizer).__name__.lower():
@@ -136,13 +137,12 @@ class BoundedOptimizer(WrappedOptimizer):
 
     def _scales_of(self, weights: Tensor, steps: Tensor, near_zero: Tensor) -> Tensor:
         """What to multiply each gradient by, from the norms of weights and of rate x gradient: (tensors,) each."""
-        fall = math.sqrt(max(0.0, self.remaining))
         all_weights = weights.norm()
         follows = weights < all_weights * near_zero
         ratios = torch.where(follows, steps.norm() / all_weights, steps / weights)
         inverse = ratios.add_(TINY).reciprocal_()
-        raised = (inverse * (self.step_floor * fall)).clamp_(1.0, self.scale_cap)
-        bounded = torch.minimum(inverse.mul_(self.step_cap * fall), raised)
+        raised = (inverse * (self.step_floor * self.bound_factor)).clamp_(1.0, self.scale_cap)
+        bounded = torch.minimum(inverse.mul_(self.step_cap * self.bound_factor), raised)
         # a model whose weights are all 0 has to begin somehow
         return torch.where(all_weights > 0, bounded, gradients.constant(1.0, bounded.device))
 

@@ -20,6 +20,8 @@ from tula_hpc.config import Precision, Settings
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.optim.reference import batch_size
+from tula_hpc.optim.running_averages import follow_as_many_samples
+from tula_hpc.optim.schedules import bound_factor
 from tula_hpc.ranks import checkpoints, host_memory
 from tula_hpc.ranks.batches import forward, tally, to_device
 from tula_hpc.ranks.clock import ForwardTimes
@@ -70,6 +72,8 @@ def train(
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
     model = replicate(build_model(settings), device, settings.training.channels_last)
     optimizer = build_optimizer(settings, model, candidate.global_batch)
+    if isinstance(optimizer, BoundedOptimizer):
+        follow_as_many_samples(inner_module(model), candidate.global_batch, settings.method.small_batch)
     sampler = RemainingSampler(train_set, candidate.batch_per_rank, me.world_size, me.rank, seed=hyper.seed)
     loader = DataLoader(train_set, candidate.batch_per_rank, sampler=sampler, **loader_options(settings, device))
     averaging = build_averaging(settings, model, optimizer, len(loader))
@@ -158,7 +162,8 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if isinstance(optimizer, BoundedOptimizer):
-                optimizer.remaining = 1 - epochs_done / hyper.epochs
+                warmup = hyper.warmup_epochs
+                optimizer.bound_factor = bound_factor(epochs_done, epochs=hyper.epochs, warmup_epochs=warmup)
             with autocast(hyper.precision, device):
                 outputs, loss = forward(replica, loss_fn, inputs, targets)
             loss.backward()
