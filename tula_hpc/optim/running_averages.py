@@ -1,8 +1,8 @@
 """Running averages of batch normalisation, for batches larger than those they were made for.
 
 With momentum m they follow the last 1 / m steps. Where a model has a small one, as MobileNetV3's 0.01, a large batch
-leaves too few steps: evaluation then lags behind the weights by several epochs, shows chance level until the steps become
-short, and ends a point or two below what the weights can do.
+leaves too few steps: evaluation then lags behind the weights by several epochs, shows chance level until the steps
+become short, and ends a point or two below what the weights can do.
 """
 
 from __future__ import annotations
