@@ -152,7 +152,7 @@ def fit_additive(runs: Runs, collective: Collective) -> Estimate:
 
 def overlap_step(values: Array, nodes: Array, gpus: Array, batch: Array, accumulation: Array | float = 1.0) -> Array:
     """a T_c + T_s - m, with m the smooth minimum of (1 - before_sync) T_c and (1 - after_backward) T_s; seconds."""
-    compute, _ = _compute(values, batch)
+    compute = _compute(values, batch)[0]
     return _step(values, compute, _sync_terms(nodes, gpus) @ values[SYNC], accumulation)[0]
 
 
@@ -168,13 +168,11 @@ def _step(values: Array, compute: Array, sync: Array, accumulation: Array | floa
     return np.asarray(accumulation * compute + sync - hidden), by_hiding, by_hideable
 
 
-def _compute(values: Array, batch: Array) -> tuple[Array, Array]:
-    """T_c, and its slopes by alpha, beta and t0 in the last axis."""
+def _compute(values: Array, batch: Array) -> tuple[Array, Array, Array]:
+    """T_c, and its slopes by alpha, which times the batch is that by beta, and by t0."""
     line = values[ALPHA] + values[BETA] * batch
     compute = (values[T0] ** FLOOR_POWER + line**FLOOR_POWER) ** (1 / FLOOR_POWER)
-    by_line = (line / compute) ** (FLOOR_POWER - 1)
-    by_floor = (values[T0] / compute) ** (FLOOR_POWER - 1)
-    return compute, np.stack([by_line, batch * by_line, by_floor], axis=-1)
+    return compute, (line / compute) ** (FLOOR_POWER - 1), (values[T0] / compute) ** (FLOOR_POWER - 1)
 
 
 def _sync_terms(nodes: Array, gpus: Array) -> Array:
@@ -288,7 +286,7 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
 
     def loss(values: Array) -> tuple[float, Array]:
         """What is minimised, and its gradient."""
-        (compute, slopes), sync = _compute(values, batch), terms @ values[SYNC]
+        (compute, by_line, by_floor), sync = _compute(values, batch), terms @ values[SYNC]
         step, by_hiding, by_hideable = _step(values, compute, sync, runs.accumulation)
         of_steps, step_pull = _misfit(np.log(step) - log_step)
         of_computes, compute_pull = _misfit(np.log(compute[known]) - log_compute)
@@ -300,11 +298,13 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
         per_sync = per_step * (1 - (1 - values[AFTER_BACKWARD]) * by_hideable)
         per_sync[told] += sync_pull / sync[told]
         gradient = np.zeros(len(OVERLAP_NAMES))
-        gradient[COMPUTE], gradient[SYNC] = per_compute @ slopes, per_sync @ terms
+        per_line = per_compute * by_line
+        gradient[COMPUTE] = per_line.sum(), per_line @ batch, per_compute @ by_floor
+        gradient[SYNC] = per_sync @ terms
         gradient[BEFORE_SYNC] = per_step @ (by_hiding * compute)
         gradient[AFTER_BACKWARD] = per_step @ (by_hideable * sync)
         gradient[shares] += 2 * unusual / (1 + unusual**2) / spread / values[shares]
-        return of_steps + of_computes + of_sums + float(np.sum(np.log(1 + unusual**2))), gradient
+        return of_steps + of_computes + of_sums + float(np.log(1 + unusual**2).sum()), gradient
 
     units = np.array([unit, unit / largest, unit, unit, unit, unit, unit, 1.0, 1.0])
     starts = _starts(usual) if near is None else [np.maximum(near / units, 1e-3)]
@@ -318,13 +318,15 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
 def _misfit(errors: Array) -> tuple[float, Array]:
     """sum of h, and the slope of h at each error."""
     roots = np.sqrt(1 + (errors / STEP_NOISE) ** 2)
-    return float(np.sum(2 * (roots - 1))), 2 * errors / STEP_NOISE**2 / roots
+    return float(2 * (roots.sum() - len(roots))), 2 * errors / STEP_NOISE**2 / roots
 
 
 def _bounded_misfit(errors: Array) -> tuple[float, Array]:
     """sum of w, and the slope of w at each error."""
+    if not len(errors):
+        return 0.0, errors
     more = 1 + (errors / ALLREDUCE_NOISE) ** 2
-    return float(ALLREDUCE_WEIGHT * np.sum(1 - 1 / more)), ALLREDUCE_WEIGHT * 2 * errors / ALLREDUCE_NOISE**2 / more**2
+    return float(ALLREDUCE_WEIGHT * (1 - 1 / more).sum()), ALLREDUCE_WEIGHT * 2 * errors / ALLREDUCE_NOISE**2 / more**2
 
 
 def _starts(usual: dict[int, float]) -> list[Array]:
