@@ -411,7 +411,8 @@ class PricingSettings:
 class MethodSettings:
     kind: MethodKind = MethodKind.ags
     """`ags`: the learning rate scaled by the batch, and gradients so that each tensor's step is between two shares of
-    its weights; `ags_measured`: gradients times scales measured on a small batch; `ags_paper`: that as printed
+    its weights, and running averages of batch normalisation with a momentum below 0.1 follow as many samples as at
+    `small_batch`; `ags_measured`: gradients times scales measured on a small batch; `ags_paper`: that as printed
     (Algorithm 1); `lbt`: plain large-batch training; `lrs_linear`, `lrs_sqrt`: the learning rate scaled by the batch,
     or by its square root; `lars`: a rate for each layer, scaled by the batch; `polo`: post-local SGD; `static`: the
     gradients of steps that are not sensitive times a constant. Choose by group, as in `method=polo`. A setting that is
@@ -547,8 +548,9 @@ class Settings:
     @property
     def memory_fraction(self) -> float:
         """`search.memory_fraction`, or what stands for it."""
-        chosen = self.search.memory_fraction
-        return chosen if chosen is not None else 0.98 if self.cluster.gpus_per_node else 0.95
+        if self.search.memory_fraction is not None:
+            return self.search.memory_fraction
+        return 0.98 if self.cluster.gpus_per_node else 0.95
 
     @property
     def node_types(self) -> list[str]:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from tests.benchmarks import accuracy_methods
 from tula_hpc.optim.schedules import lr_factor
@@ -174,19 +175,13 @@ def accuracy(model: nn.Module, split: Split, size: int) -> dict[str, float]:
     return {"top1": 100 * top1 / n, "top5": 100 * top5 / n, "loss": loss / n}
 
 
-@torch.no_grad()
 def _average_anew(model: nn.Module, images: Tensor, size: int, batch: int) -> None:
     """Statistics of the normalisation over eight batches with the weights as they are: its running averages follow the
     weights by up to hundreds of steps, of which a large batch leaves few.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean of all
-    for _ in range(8):
-        chosen = torch.randint(len(images), (batch,), device="cuda")
-        with torch.autocast("cuda", torch.bfloat16):
-            model(_normal(_augmented(images[chosen], size)))
+    chosen = (torch.randint(len(images), (batch,), device=images.device) for _ in range(8))
+    with torch.autocast("cuda", torch.bfloat16):
+        update_bn((_normal(_augmented(images[each], size)) for each in chosen), model)
 
 
 def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str, Any] | None:
@@ -303,22 +298,19 @@ def plan(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def expected_s(records: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:
-    """How long a run takes by the longest like it in the records: its task, and its batch if there was one."""
-
-    def longest(run: dict[str, Any]) -> float:
-        same = [record for record in records if record["task"] == run["task"]]
-        return max((r["seconds"] for r in [r for r in same if r["batch"] == run["batch"]] or same), default=0.0)
-
-    return longest
+def expected_s(run: dict[str, Any], records: list[dict[str, Any]]) -> float:
+    """How long a run takes by the longest of its task in the records, of its batch if there are such; 0 if unknown."""
+    same_task = [record for record in records if record["task"] == run["task"]]
+    same_batch = [record for record in same_task if record["batch"] == run["batch"]]
+    return max((record["seconds"] for record in same_batch or same_task), default=0.0)
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
     """Share the plan among processes, then put what they found into one file."""
     until = time.time() + 60 * arguments.minutes
     records = read([arguments.records])
-    done, took = {key(record) for record in records}, expected_s(records)
-    todo = [{**run, "expected_s": took(run)} for run in plan(arguments.plan) if key(run) not in done]
+    done = {key(record) for record in records}
+    todo = [{**run, "expected_s": expected_s(run, records)} for run in plan(arguments.plan) if key(run) not in done]
     claims = Path(f"/tmp/accuracy-{os.getpid()}")
     claims.mkdir()
     (claims / "todo.json").write_text(json.dumps(todo))

@@ -22,9 +22,9 @@ def follow_as_many_samples(model: nn.Module, global_batch: int, small_batch: int
     Returns:
         The number of layers changed.
     """
-    changed = 0
     if global_batch <= small_batch:
-        return changed
+        return 0
+    changed = 0
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is not None:
             shorter = min(MOST, 1 - (1 - layer.momentum) ** (global_batch / small_batch))

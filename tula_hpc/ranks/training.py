@@ -162,8 +162,9 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if isinstance(optimizer, BoundedOptimizer):
-                warmup = hyper.warmup_epochs
-                optimizer.bound_factor = bound_factor(epochs_done, epochs=hyper.epochs, warmup_epochs=warmup)
+                optimizer.bound_factor = bound_factor(
+                    epochs_done, epochs=hyper.epochs, warmup_epochs=hyper.warmup_epochs
+                )
             with autocast(hyper.precision, device):
                 outputs, loss = forward(replica, loss_fn, inputs, targets)
             loss.backward()
