@@ -32,7 +32,7 @@ class Shared(torch.nn.Module):
     def __init__(self, folder):
         super().__init__()
         self.net = small_cnn(1, 8, 10, 8)
-        self.ballast = torch.nn.Parameter(torch.zeros(2_000_000))
+        self.ballast = torch.nn.Parameter(torch.zeros(6_000_000))
         self.busy = Path(folder) / "busy"
 
     def forward(self, images):
