@@ -1,6 +1,6 @@
 """Test accuracy of large batches by method: many trainings from images on the GPU, several at a time, resumable.
 
-    python -m tests.benchmarks.accuracy run PLAN --data FOLDER --records FILE [--gpus 0,1] [--per-gpu 3] [--minutes M]
+    python -m tests.benchmarks.accuracy run PLAN... --data FOLDER --records FILE [--gpus 0,1] [--per-gpu N] [--minutes M]
     python -m tests.benchmarks.accuracy table FILE...
 
 FOLDER holds `cifar10-images/{train,test}/<class>/*.jpg` and `caltech101/101_ObjectCategories/<class>/*.jpg`, or their
@@ -218,8 +218,10 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         losses.append(loss)
         if time.time() > until:
             return None
-        if not math.isfinite(float(losses[-1])):
-            break
+        if not math.isfinite(float(losses[-1])) or (
+            epoch + 1 == epochs // 2 and losses[-1] > 0.999 * math.log(num_classes)
+        ):
+            break  # diverged, or no better than guessing when half of the training is over
         if (epoch + 1) % max(1, epochs // 10) == 0:
             curve.append(round(accuracy(model, data["test"], size)["top1"], 2))
     test, seen = accuracy(model, data["test"], size), accuracy(model, (images[:10000], classes[:10000]), size)
@@ -299,10 +301,12 @@ def plan(name: str) -> list[dict[str, Any]]:
 
 
 def expected_s(run: dict[str, Any], records: list[dict[str, Any]]) -> float:
-    """How long a run takes by the longest of its task in the records, of its batch if there are such; 0 if unknown."""
-    same_task = [record for record in records if record["task"] == run["task"]]
-    same_batch = [record for record in same_task if record["batch"] == run["batch"]]
-    return max((record["seconds"] for record in same_batch or same_task), default=0.0)
+    """How long a run takes by the longest of those in the records that are most like it; 0 if none is."""
+    for names in (("task", "batch", "method"), ("task", "batch"), ("task",)):
+        alike = [record["seconds"] for record in records if all(record[name] == run[name] for name in names)]
+        if alike:
+            return max(alike)
+    return 0.0
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
@@ -310,7 +314,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     until = time.time() + 60 * arguments.minutes
     records = read([arguments.records])
     done = {key(record) for record in records}
-    todo = [{**run, "expected_s": expected_s(run, records)} for run in plan(arguments.plan) if key(run) not in done]
+    wanted = itertools.chain.from_iterable(map(plan, arguments.plans))
+    todo = [{**run, "expected_s": expected_s(run, records)} for run in wanted if key(run) not in done]
     claims = Path(f"/tmp/accuracy-{os.getpid()}")
     claims.mkdir()
     (claims / "todo.json").write_text(json.dumps(todo))
@@ -399,7 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test accuracy of large batches by method")
     verbs = parser.add_subparsers(dest="verb", required=True)
     running = verbs.add_parser("run")
-    running.add_argument("plan", choices=accuracy_methods.PLANS)
+    running.add_argument("plans", choices=accuracy_methods.PLANS, nargs="+")
     running.add_argument("--data", type=Path, required=True)
     running.add_argument("--records", type=Path, required=True)
     running.add_argument("--gpus", default="0")
