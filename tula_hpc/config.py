@@ -187,7 +187,8 @@ class ClusterSettings:
     gpus_per_node: int = 0
     """GPUs, and ranks, on each node. 0: CPUs, one rank a node."""
     cpus_per_rank: int = 1
-    """CPU cores for each rank; also its number of threads when it computes on CPUs."""
+    """CPU cores for each rank; also the threads that PyTorch computes with there. A loader process has one of its own,
+    so `data.loader_workers` wants as many cores more."""
     memory_gib: float | None = None
     """Host memory to ask for on each node, GiB. Null: the partition's default."""
     max_memory_gib: float | None = no_result(None)
@@ -286,7 +287,8 @@ class WorkloadSettings:
 @dataclass
 class DataSettings:
     kind: DataKind = DataKind.real
-    """`synthetic`: random tensors of the true shapes and sizes, to profile without the data."""
+    """`synthetic`: random tensors of the true shapes and sizes, to profile without the data; one batch stays on the
+    device, so that no profiled step waits for a loader."""
     root: str = "data"
     """Folder of the data sets, seen by every node."""
     download: bool = no_result(False)

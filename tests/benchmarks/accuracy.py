@@ -1,6 +1,7 @@
 """Test accuracy of large batches by method: many trainings from images on the GPU, several at a time, resumable.
 
-    python -m tests.benchmarks.accuracy run PLAN... --data FOLDER --records FILE [--gpus 0,1] [--per-gpu N] [--minutes M]
+    python -m tests.benchmarks.accuracy run PLAN... --data FOLDER --records FILE [--gpus 0,1] [--per-gpu 3] \
+        [--minutes M]
     python -m tests.benchmarks.accuracy table FILE...
 
 FOLDER holds `cifar10-images/{train,test}/<class>/*.jpg` and `caltech101/101_ObjectCategories/<class>/*.jpg`, or their

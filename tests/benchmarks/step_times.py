@@ -5,10 +5,9 @@
     python -m tests.benchmarks.step_times table OUT > TABLE             one CSV of everything below OUT
 
 `measure` times each batch as a profiling job does (`ranks.profiling.profile`, the same files), with the models and data
-built once, one batch of data kept on the GPU, and the batches one after the other in one process: on lent machines the
-start of a process costs more than the steps, and a loader that cannot keep up would be in the times. Memory is emptied
-in between, and batches grow, so that the peak is each one's own. With `--one-host` the ranks are the GPUs of one node,
-started as `TULA_RANK=... TULA_WORLD_SIZE=...`.
+built once, and the batches one after the other in one process: on lent machines the start of a process costs more than
+the steps. Memory is emptied in between, and batches grow, so that the peak is each one's own. With `--one-host` the
+ranks are the GPUs of one node, started as `TULA_RANK=... TULA_WORLD_SIZE=...`.
 """
 
 from __future__ import annotations
@@ -102,18 +101,10 @@ def _measure_model(
 
     model, data = profiling.build_model(settings), profiling.build_dataset(settings, train=True)
 
-    def one_batch(dataset: Any, batch: int, **_: Any) -> list[Any]:
-        samples = [dataset[i] for i in range(min(batch, 64))]
-        inputs = torch.stack([sample[0] for sample in samples]).to(device)
-        targets = torch.tensor([sample[1] for sample in samples], device=device)
-        repeats = -(-batch // len(samples))
-        return [(inputs.repeat(repeats, 1, 1, 1)[:batch], targets.repeat(repeats)[:batch])]
-
     built_once = mock.patch.multiple(
         profiling,
         build_model=lambda settings: copy.deepcopy(model),
         build_dataset=lambda settings, train: data,
-        DataLoader=one_batch,
     )
     for candidate in candidates:
         attempt = run.attempt(f"profile/g{candidate.gpus_per_node}-{candidate.name}", 1)

@@ -117,7 +117,10 @@ SMALL = Scale(
             "grid.max_nodes=4",
             "grid.min_batch_per_rank=16",
             "grid.max_batch_per_rank=512",
-            "search.max_seconds=10",
+            "training.precision=tf32",
+            "search.timed_steps=12",
+            "search.compute_steps=5",
+            "search.max_seconds=8",
         )
         for model, name in _PAPER.items()
     },

@@ -179,8 +179,7 @@ def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: Ea
             "cluster.srun_args)"
         )
     device = pick_device(settings.cluster.gpus_per_node > 0, me.local_rank)
-    if device.type == "cpu":
-        torch.set_num_threads(settings.cluster.cpus_per_rank)
+    torch.set_num_threads(settings.cluster.cpus_per_rank)  # else all of the host's, unless the site binds tasks
     set_precision(settings.training.precision)
     hyper = settings.training
     with process_group(me, attempt, device, hyper.collective_timeout_s, settings.cluster.network_interface):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import Settings
+from tula_hpc.config import DataKind, Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
@@ -181,7 +181,9 @@ def _build(
     )
     optimizer = build_optimizer(settings, model, candidate.global_batch)
     averaging = build_averaging(settings, model, optimizer, len(loader))
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
+    if settings.data.kind is DataKind.synthetic:  # what loading random numbers takes says nothing of the real data
+        batches = itertools.repeat(tuple(to_device(part, device) for part in next(batches)))
     loss_fn = build_loss(settings, device)
     precision = settings.training.precision
     return Bench(
