@@ -20,7 +20,7 @@ GRID = candidate_grid([1, 2, 4, 8], 1, [16, 32, 64, 128], 16, 4096)
 TRUTH = {
     "alpha": 0.004,
     "beta": 0.0008,
-    "t0": 0.01,
+    "t_floor": 0.01,
     "c_ring": 0.03,
     "lambda": 0.002,
     "kappa": 0.0,

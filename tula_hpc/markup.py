@@ -26,7 +26,7 @@ MEMORY_PARTS = {
 STEP_TIME_MEANINGS = {
     "alpha": "compute time of a step, whatever the batch",
     "beta": "compute time of each sample of a rank",
-    "t0": "least compute time of a step",
+    "t_floor": "least compute time of a step",
     "s": "synchronisation: times 1 − 1/ranks on a ring, each round of a tree, each rank of a parameter server",
     "l": "latency: for each doubling of the ranks",
     "c_ring": "synchronisation between nodes: of two ranks, and times 2 (1 − 1/ranks) on a ring",

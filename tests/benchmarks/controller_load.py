@@ -43,7 +43,7 @@ MEAN_OF_NODE_COUNTS = 16
 NODE_COUNTS = (1, 2, 4, 8, 12, 20, 24, 28, 30, 31)
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = REPOSITORY / "tests/data/h100x4-resnet50-synthetic/profile/n002-b00064/attempt-1/rank-0000.json"
-# alpha, beta, t0, c_ring, lambda, kappa, c_r (seconds), before_sync, after_backward of `step_time`
+# alpha, beta, t_floor, c_ring, lambda, kappa, c_r (seconds), before_sync, after_backward of `step_time`
 TRUTH = np.array([0.010, 4e-4, 0.012, 0.020, 0.0015, 0.0, 0.0, 0.35, 0.08])
 
 

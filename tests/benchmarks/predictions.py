@@ -257,8 +257,8 @@ def variants() -> dict[str, Fit]:
 
     def intercept(two_batches_only: bool, runs: step_forms.Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
         free, names, notes = told_apart(runs)
-        if step_forms.T0 in free and (len(set(runs.batch)) == 2 or not two_batches_only):
-            free = sorted({*free, step_forms.ALPHA} - {step_forms.T0})
+        if step_forms.T_FLOOR in free and (len(set(runs.batch)) == 2 or not two_batches_only):
+            free = sorted({*free, step_forms.ALPHA} - {step_forms.T_FLOOR})
         return free, names, notes
 
     def usual(before_sync: float, after_backward: float, *spreads: float) -> dict[str, object]:
@@ -290,7 +290,7 @@ def variants() -> dict[str, Fit]:
         "all-reduce never set aside": {"_bounded_misfit": step_forms._misfit},
         "after_backward of few gradients as usual": {"BUCKET_MIB": -step_forms.FIRST_BUCKET_MIB},
         "floor with power 1 (none)": {"_told_apart": partial(intercept, False)},
-        "floor with power 3": {"FLOOR_POWER": 3.0},
+        "floor with power 2": {"FLOOR_POWER": 2.0},
         "floor with power 4": {"FLOOR_POWER": 4.0},
         "intercept from two batches": {"_told_apart": partial(intercept, True)},
         "squared errors": {"_misfit": squared},

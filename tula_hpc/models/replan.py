@@ -48,7 +48,7 @@ _IN_STEPS = ["step_time_s", "step_time_low_s", "step_time_high_s", "epoch_time_s
 _IN_STEPS += ["train_time_high_s", "interruptions_s", "cost", "time_to_result_s"]
 """Columns of a candidate table that are proportional to the step time."""
 
-_COMPUTE = {StepTimeModel.OVERLAP: ("alpha", "beta", "t0"), StepTimeModel.ADDITIVE: ("alpha", "beta")}
+_COMPUTE = {StepTimeModel.OVERLAP: ("alpha", "beta", "t_floor"), StepTimeModel.ADDITIVE: ("alpha", "beta")}
 _SYNC = {StepTimeModel.OVERLAP: ("c_ring", "lambda", "kappa"), StepTimeModel.ADDITIVE: ("s", "l")}
 
 

@@ -34,9 +34,9 @@ SETTLED = 1e-6
 """Relative change of the loss below which a start is done; the smaller, the longer a fit takes."""
 
 ADDITIVE_NAMES = ("alpha", "beta", "s", "l")
-OVERLAP_NAMES = ("alpha", "beta", "t0", "c_ring", "lambda", "kappa", "c_r", "before_sync", "after_backward")
-ALPHA, BETA, T0, C_RING, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range(len(OVERLAP_NAMES))
-COMPUTE, SYNC = slice(ALPHA, T0 + 1), slice(C_RING, C_R + 1)
+OVERLAP_NAMES = ("alpha", "beta", "t_floor", "c_ring", "lambda", "kappa", "c_r", "before_sync", "after_backward")
+ALPHA, BETA, T_FLOOR, C_RING, LAMBDA, KAPPA, C_R, BEFORE_SYNC, AFTER_BACKWARD = range(len(OVERLAP_NAMES))
+COMPUTE, SYNC = slice(ALPHA, T_FLOOR + 1), slice(C_RING, C_R + 1)
 
 TYPICAL_SHARES = {BEFORE_SYNC: 0.35, AFTER_BACKWARD: 0.08}
 """Assumed until runs say otherwise: a third of computation is the forward pass, and the last bucket is a small one (but
@@ -47,12 +47,13 @@ FIRST_BUCKET_MIB, BUCKET_MIB = 1.0, 25.0
 """Gradients that DDP averages at once: those complete first, then so much at a time."""
 ONE_BUCKET = 0.95
 """after_backward that is usual where nothing is averaged before all gradients are complete."""
-FLOOR_POWER = 2.0
-"""Power of the sum of the least compute time and the line: 1 adds them, infinite takes the larger."""
+FLOOR_POWER = 3.0
+"""Power of the sum of the least compute time and the line: 1 adds them, infinite takes the larger. It is part of what
+the parameters mean: with another one, t_floor gets another name, and fits on record are refused."""
 SHARPNESS = 6.0
 """Power of the smooth minimum of what could hide and what could be hidden; infinite: the smaller of the two."""
 
-_ONE_BATCH = "One batch size: half of the compute time was taken as independent of the batch (alpha, t0 not told)."
+_ONE_BATCH = "One batch size: half of the compute time was taken as independent of the batch (alpha, t_floor not told)."
 
 
 class Collective(str, Enum):
@@ -169,10 +170,10 @@ def _step(values: Array, compute: Array, sync: Array, accumulation: Array | floa
 
 
 def _compute(values: Array, batch: Array) -> tuple[Array, Array, Array]:
-    """T_c, and its slopes by alpha, which times the batch is that by beta, and by t0."""
+    """T_c, and its slopes by alpha, which times the batch is that by beta, and by t_floor."""
     line = values[ALPHA] + values[BETA] * batch
-    compute = (values[T0] ** FLOOR_POWER + line**FLOOR_POWER) ** (1 / FLOOR_POWER)
-    return compute, (line / compute) ** (FLOOR_POWER - 1), (values[T0] / compute) ** (FLOOR_POWER - 1)
+    compute = (values[T_FLOOR] ** FLOOR_POWER + line**FLOOR_POWER) ** (1 / FLOOR_POWER)
+    return compute, (line / compute) ** (FLOOR_POWER - 1), (values[T_FLOOR] / compute) ** (FLOOR_POWER - 1)
 
 
 def _sync_terms(nodes: Array, gpus: Array) -> Array:
@@ -231,7 +232,7 @@ def _told_apart(runs: Runs) -> tuple[list[int], tuple[str, ...], tuple[str, ...]
         # Of the two constants of computation, two batch sizes tell one; a floor predicts the middle better.
         (ALPHA, batches > 2, "" if batches == 1 else "Two batch sizes: only a floor of the compute time (alpha = 0)."),
         (BETA, True, ""),
-        (T0, batches > 1, _ONE_BATCH),
+        (T_FLOOR, batches > 1, _ONE_BATCH),
         (
             C_RING,
             between.any(),
@@ -309,7 +310,7 @@ def fit_overlap(runs: Runs, near: Array | None = None) -> Estimate:
     units = np.array([unit, unit / largest, unit, unit, unit, unit, unit, 1.0, 1.0])
     starts = _starts(usual) if near is None else [np.maximum(near / units, 1e-3)]
     values, converged = _minimise(loss, free, starts, usual)
-    if T0 not in free and ALPHA not in free:
+    if T_FLOOR not in free and ALPHA not in free:
         values[ALPHA] = values[BETA] = values[BETA] / 2
     _assume_unseen_link(values, free, float(runs.gpus.max()))
     return Estimate(values * units, unidentified, notes, converged)

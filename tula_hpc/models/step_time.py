@@ -12,7 +12,7 @@ batches accumulated before each synchronisation; times in seconds):
                m = (x^-6 + y^-6)^(-1/6)                about the smaller of
                x = (1 - before_sync) T_c               the computation that can hide synchronisation
                y = (1 - after_backward) T_s            the synchronisation that can be hidden
-               T_c = (t0^2 + (alpha + beta b)^2)^(1/2)
+               T_c = (t_floor^3 + (alpha + beta b)^3)^(1/3)
                T_s = c_ring 2 (R - 1) / R + lambda max(N - 2, 0) + kappa (g - 1)    N > 1
                T_s = c_r 2 (g - 1) / g                                           N = 1
 
@@ -29,7 +29,7 @@ which takes the share before_sync of T_c, and never that of the last gradients, 
 either is 1 the times add up; if both are 0 only the larger is seen. Of accumulated batches only the last synchronises.
 What is usual of the two is assumed until the runs tell; gradients of at most 26 MiB are averaged in two buckets, of
 which the second can hide behind nothing.
-t0 is the floor of a device that a small batch does not fill. T_s is that of a ring, and grows beyond it in proportion
+t_floor is the floor of a device that a small batch does not fill. T_s is that of a ring, and grows beyond it in proportion
 to N (latency of the hops, stragglers); it tells links between nodes from those inside one where both were measured. A
 single rank does not synchronise in either form.
 
@@ -90,7 +90,7 @@ _UNITS = {
     "beta": "s/sample",
     "s": "s",
     "l": "s",
-    "t0": "s",
+    "t_floor": "s",
     "c_ring": "s",
     "lambda": "s/node",
     "kappa": "s/GPU",
