@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.benchmarks import accuracy_table
 from tests.benchmarks.claims import measured
 from tula_hpc.errors import ConfigError
 from tula_hpc.paper import claims, timing
@@ -56,6 +57,12 @@ def test_the_readme_has_the_table_of_claims():
     """As the command prints it, so that neither goes stale."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert markdown(claims.table(claims.shipped())) in readme
+
+
+def test_the_readme_has_the_table_of_accuracies():
+    """As the records give it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert markdown(accuracy_table.readme_table(accuracy_table.read([accuracy_table.FINALS]))) in readme
 
 
 @pytest.mark.parametrize("name", ["fig01", "fig04", "fig09", "fig10", "fig11", "headline"])

@@ -2,7 +2,6 @@
 
     python -m tests.benchmarks.accuracy run PLAN... --data FOLDER --records FILE [--gpus 0,1] [--per-gpu 3] \
         [--minutes M]
-    python -m tests.benchmarks.accuracy table FILE...
 
 FOLDER holds `cifar10-images/{train,test}/<class>/*.jpg` and `caltech101/101_ObjectCategories/<class>/*.jpg`, or their
 `.tar.xz`. A run that FILE has is not repeated, and one that the time cuts off is not recorded. Hyper-parameters are
@@ -35,11 +34,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
 from tests.benchmarks import accuracy_methods
+from tests.benchmarks.accuracy_table import SMALL_BATCH, read
 from tula_hpc.optim.schedules import lr_factor
-from tula_hpc.paper import published
 from tula_hpc.ranks.workloads import resnet18_32px
 
-SMALL_BATCH = 128
 GRACE_S = 15.0
 """For the epoch that the end of the time falls into."""
 
@@ -248,18 +246,6 @@ def key(run: dict[str, Any]) -> str:
     return "-".join(str(run[name]) for name in ("task", "batch", "method", "seed"))
 
 
-def read(files: list[Path]) -> list[dict[str, Any]]:
-    """Every record of the files that is whole."""
-    found = []
-    for file in files:
-        for line in file.read_text().splitlines() if file.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
-
-
 def work(plan: list[dict[str, Any]], folder: Path, claims: Path, until: float) -> None:
     """One process: the next run that nobody has claimed, until there is none or the time is over."""
     faulthandler.dump_traceback_later(max(1.0, until + GRACE_S / 2 - time.time()))  # tells where it hangs
@@ -344,62 +330,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
             file.write(found.read_text())
 
 
-PAPERS = {"alexnet": "alexnet", "vgg11": "vgg11", "resnet18": "resnet50", "mobilenetv3": "mobilenetv3"}
-"""Task -> model of the paper's Table I. Only AlexNet has the paper's data set; ResNet18 stands for ResNet50."""
-OUR_NAMES = {"lrs_linear": "lin"}
-
-
-def print_table(files: list[Path]) -> None:
-    """Three tables: test top-1 of each row and method; what each method gains; the paper's Table I beside ours."""
-    import pandas as pd
-
-    pd.set_option("display.width", 250, "display.max_rows", 200, "display.max_columns", 30)
-    records = pd.DataFrame(read(files))
-    by = records.groupby(["method", "task", "batch"])
-    mean, std, n, seen = by["test_top1"].mean(), by["test_top1"].std(), by.size(), by["train_top1"].mean()
-    words = [
-        f"{m:.1f}" + (f"±{s:.1f}" if count > 1 else "") + f" ({t:.0f})"
-        for m, s, count, t in zip(mean, std, n, seen, strict=True)
-    ]
-    print(f"Test top-1, mean ± standard deviation of {n.min()} to {n.max()} seeds, in brackets train top-1, percent\n")
-    print(pd.Series(words, index=mean.index).unstack(["task", "batch"]).sort_index(axis=1).fillna(""))
-    large = mean.unstack("method").drop(index=SMALL_BATCH, level="batch", errors="ignore")
-    print("\nPoints over plain training (lbt), over rows that have both; and from the best of the methods in a row\n")
-    print(gains(large).round(1))
-    print("\nThe paper's Table I, and ours in brackets\n")
-    print(beside_the_papers(large).to_string(index=False))
-
-
-def gains(large: Any) -> Any:
-    """Of each method: rows, mean and least gain over `lbt`, and the most it is behind the best method of a row.
-
-    `large` has a row for each task and batch, a column for each method, percent.
-    """
-    import pandas as pd
-
-    over = large.sub(large["lbt"], axis=0)
-    behind = large.rsub(large.max(axis=1), axis=0)
-    columns = {"rows": over.count(), "mean gain": over.mean(), "least gain": over.min(), "most behind": behind.max()}
-    return pd.DataFrame(columns).sort_values(["rows", "mean gain"], ascending=False)
-
-
-def beside_the_papers(large: Any) -> Any:
-    """The paper's numbers for each row, ours of the same method in brackets."""
-    import pandas as pd
-
-    rows = []
-    for task, model in PAPERS.items():
-        for batch, papers in published.TABLE1[model].items():
-            ours = large.loc[(task, batch)].dropna() if (task, batch) in large.index else pd.Series(dtype=float)
-            cells = {name: f"{papers[name]:.1f} ({_or_dash(ours, OUR_NAMES.get(name, name))})" for name in papers}
-            rows.append({"paper": model, "ours": task, "batch": batch, **cells, "ags": _or_dash(ours, "ags")})
-    return pd.DataFrame(rows)
-
-
-def _or_dash(numbers: Any, name: str) -> str:
-    return f"{numbers[name]:.1f}" if name in numbers else "-"
-
-
 def main() -> None:
     """Whatever the first word says."""
     parser = argparse.ArgumentParser(description="Test accuracy of large batches by method")
@@ -411,8 +341,6 @@ def main() -> None:
     running.add_argument("--gpus", default="0")
     running.add_argument("--per-gpu", type=int, default=3)
     running.add_argument("--minutes", type=float, default=60)
-    tabling = verbs.add_parser("table")
-    tabling.add_argument("files", type=Path, nargs="+")
     loading = verbs.add_parser("load")
     loading.add_argument("data", type=Path)
     loading.add_argument("name")
@@ -423,8 +351,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.verb == "run":
         run_plan(arguments)
-    elif arguments.verb == "table":
-        print_table(arguments.files)
     elif arguments.verb == "load":
         load(arguments.data, arguments.name)
     else:

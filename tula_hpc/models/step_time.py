@@ -29,9 +29,9 @@ which takes the share before_sync of T_c, and never that of the last gradients, 
 either is 1 the times add up; if both are 0 only the larger is seen. Of accumulated batches only the last synchronises.
 What is usual of the two is assumed until the runs tell; gradients of at most 26 MiB are averaged in two buckets, of
 which the second can hide behind nothing.
-t_floor is the floor of a device that a small batch does not fill. T_s is that of a ring, and grows beyond it in proportion
-to N (latency of the hops, stragglers); it tells links between nodes from those inside one where both were measured. A
-single rank does not synchronise in either form.
+t_floor is the floor of a device that a small batch does not fill. T_s is that of a ring, and grows beyond it in
+proportion to N (latency of the hops, stragglers); it tells links between nodes from those inside one where both were
+measured. A single rank does not synchronise in either form.
 
 The form was chosen by leaving out, in turn, each source of step times: two models of the Sia artifact (SOSP'23),
 ResNet50 on H100s, four models on H100s behind 10 Gbit/s links, and four made-up trainings; since then four models on

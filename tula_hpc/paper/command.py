@@ -103,8 +103,8 @@ def _page(result: Result, scale: Scale, findings: Findings) -> str:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The table in Markdown: numbers with four digits, what is unknown as a dash."""
-    header = [str(column).replace("_", " ") for column in table.columns]
+    """The table in Markdown: numbers with four digits, what is unknown as a dash, columns in backticks as they are."""
+    header = [name if "`" in name else name.replace("_", " ") for name in map(str, table.columns)]
     rows = [[_cell(value) for value in row] for row in table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
