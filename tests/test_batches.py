@@ -19,6 +19,7 @@ from tula_hpc.ranks import batches
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.profiling import profile
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat
+from tula_hpc.ranks.synthetic import SyntheticImages
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.ranks.training import train
 from tula_hpc.runs import RunFolder, read_json, write_json
@@ -128,3 +129,17 @@ def test_they_are_profiled_as_well(tiny_settings: Make, tmp_path: Path, classes:
     point = read_point(attempt, candidate)
     assert point["batch_gib"] * 2**30 == pytest.approx(32 * (2 * 4 + (8 if classes else 4)))
     assert point["step_time_s"] > 0
+
+
+def test_synthetic_data_is_loaded_once_for_all_profiled_steps(
+    tiny_settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No step waits for random numbers: a batch to train on and one to evaluate are all that is ever read."""
+    read: list[int] = []
+    sample = SyntheticImages.__getitem__
+    monkeypatch.setattr(SyntheticImages, "__getitem__", lambda self, i: (read.append(i), sample(self, i))[1])
+    settings = tiny_settings("data=synthetic", "search.timed_steps=5")
+    candidate, attempt = Candidate(1, 32), RunFolder(tmp_path / "run").attempt("profile/n001-b00032", 1)
+    write_json(attempt.launch, {"launch": ALONE.launch})
+    profile(settings, candidate, ALONE, attempt, CPU, 1, Heartbeat(None))
+    assert len(read) == 2 * 32
