@@ -494,6 +494,8 @@ class TrainingSettings:
     it, and it does not shift the milestones (paper: 5)."""
     precision: Precision = Precision.fp32
     channels_last: bool = False
+    """Keep images and convolutions in the order (batch, height, width, channels). On GPUs, with `precision=bf16` above
+    all, convolutions want it: VGG11 at batch 1024 took some 6 ms a step with it on an H200, 120 without."""
     seed: int = 0
     eval_batch_per_rank: int | None = None
     """Batch of the evaluation. Null: the training's batch, which is known to fit."""
