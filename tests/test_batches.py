@@ -137,7 +137,12 @@ def test_synthetic_data_is_loaded_once_for_all_profiled_steps(
     """No step waits for random numbers: a batch to train on and one to evaluate are all that is ever read."""
     read: list[int] = []
     sample = SyntheticImages.__getitem__
-    monkeypatch.setattr(SyntheticImages, "__getitem__", lambda self, i: (read.append(i), sample(self, i))[1])
+
+    def counted(self: SyntheticImages, index: int) -> Any:
+        read.append(index)
+        return sample(self, index)
+
+    monkeypatch.setattr(SyntheticImages, "__getitem__", counted)
     settings = tiny_settings("data=synthetic", "search.timed_steps=5")
     candidate, attempt = Candidate(1, 32), RunFolder(tmp_path / "run").attempt("profile/n001-b00032", 1)
     write_json(attempt.launch, {"launch": ALONE.launch})

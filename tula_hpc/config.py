@@ -187,8 +187,8 @@ class ClusterSettings:
     gpus_per_node: int = 0
     """GPUs, and ranks, on each node. 0: CPUs, one rank a node."""
     cpus_per_rank: int = 1
-    """CPU cores for each rank; also the threads that PyTorch computes with there. A loader process has one of its own,
-    so `data.loader_workers` wants as many cores more."""
+    """CPU cores for each rank, which its loader processes (`data.loader_workers`) share; also the threads that PyTorch
+    computes with there."""
     memory_gib: float | None = None
     """Host memory to ask for on each node, GiB. Null: the partition's default."""
     max_memory_gib: float | None = no_result(None)

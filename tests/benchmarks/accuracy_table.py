@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.accuracy_table FILE...
 
-Prints the README's table, what each method gains over plain training, and the paper's Table I beside ours.
+Prints test and train accuracy of every method, what each gains over plain training (which must be among the records),
+and the paper's Table I beside ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import pandas as pd
 
 from tula_hpc.paper import published
-from tula_hpc.paper.command import markdown
 
 SMALL_BATCH = 128
 FINALS = Path(__file__).parents[1] / "data" / "accuracy" / "finals.jsonl"
@@ -44,11 +44,20 @@ def read(files: list[Path]) -> list[dict[str, Any]]:
     return found
 
 
+def _grouped(records: list[dict[str, Any]]) -> Any:
+    """The records by task, batch and method, which has the name that users give."""
+    return pd.DataFrame(records).replace({"method": NAMES}).groupby(["task", "batch", "method"])
+
+
+def _top1(groups: Any) -> Any:
+    """Mean test top-1 of each group in words; ± is the standard deviation over seeds, where there are several."""
+    mean, std = groups["test_top1"].mean(), groups["test_top1"].std()
+    return mean.map("{:.1f}".format) + std.map(lambda each: "" if each != each else f" ± {each:.1f}")
+
+
 def accuracies(records: list[dict[str, Any]]) -> pd.DataFrame:
     """Mean test top-1 in percent, a row for each task and batch, a column for each method; NaN where it never ran."""
-    table = pd.DataFrame(records)
-    table["method"] = table["method"].replace(NAMES)
-    return table.groupby(["task", "batch", "method"])["test_top1"].mean().unstack("method")
+    return _grouped(records)["test_top1"].mean().unstack("method")
 
 
 def of_large_batches(records: list[dict[str, Any]]) -> pd.DataFrame:
@@ -57,16 +66,12 @@ def of_large_batches(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def readme_table(records: list[dict[str, Any]]) -> pd.DataFrame:
-    """A row for each task and batch, the small batch beside them; ± is the standard deviation over seeds."""
-    table = pd.DataFrame(records)
-    table["method"] = table["method"].replace(NAMES)
-    by = table.groupby(["task", "batch", "method"])["test_top1"]
-    mean, std = by.mean(), by.std()
-    cells = mean.map("{:.1f}".format) + std.map(lambda each: "" if each != each else f" ± {each:.1f}")
+    """A row for each task and batch, the small batch beside them."""
+    cells = _top1(_grouped(records))
     rows = []
     for task, words in ROWS.items():
-        for batch in sorted(set(mean.index.get_level_values("batch")) - {SMALL_BATCH}):
-            if (task, batch, "ags") in mean.index:
+        for batch in sorted(set(cells.index.get_level_values("batch")) - {SMALL_BATCH}):
+            if (task, batch, "ags") in cells.index:
                 row = {"test top-1, %": f"{words}, {batch}"}
                 row |= {f"`{method}`": cells.get((task, batch, method)) for method in COLUMNS}
                 rows.append(row | {f"`lbt` at {SMALL_BATCH}": cells.get((task, SMALL_BATCH, "lbt"))})
@@ -74,13 +79,20 @@ def readme_table(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def gains(large: pd.DataFrame) -> pd.DataFrame:
-    """Of each method: rows, mean and least gain over `lbt`, and the most it is behind the best method of a row.
+    """Of each method: rows, in how many it is at least `lbt`, mean and least gain over that, and the most it is behind
+    the best method of a row.
 
     `large` is as `of_large_batches` gives it.
     """
     over = large.sub(large["lbt"], axis=0)
     behind = large.rsub(large.max(axis=1), axis=0)
-    columns = {"rows": over.count(), "mean gain": over.mean(), "least gain": over.min(), "most behind": behind.max()}
+    columns = {
+        "rows": over.count(),
+        "at least lbt": (over >= 0).sum(),
+        "mean gain": over.mean(),
+        "least gain": over.min(),
+        "most behind": behind.max(),
+    }
     return pd.DataFrame(columns).sort_values(["rows", "mean gain"], ascending=False)
 
 
@@ -103,8 +115,10 @@ def main() -> None:
     """All tables of the files."""
     pd.set_option("display.width", 250, "display.max_rows", 200, "display.max_columns", 30)
     records = read([Path(file) for file in sys.argv[1:]])
-    large = of_large_batches(records)
-    print(markdown(readme_table(records)))
+    groups, large = _grouped(records), of_large_batches(records)
+    print("Test top-1, ± the standard deviation over seeds, in brackets train top-1, percent\n")
+    words = _top1(groups) + groups["train_top1"].mean().map(" ({:.0f})".format)
+    print(words.unstack(["task", "batch"]).sort_index(axis=1).fillna("-").to_string())
     print("\nPoints over plain training (lbt), over rows that have both; and from the best of the methods in a row\n")
     print(gains(large).round(1))
     print("\nThe paper's Table I, and ours in brackets\n")

@@ -151,16 +151,19 @@ def _accuracies() -> list[Measured]:
     seen = [r["train_top1"] for r in records if (r["task"], r["batch"], r["method"]) == ("alexnet", large, "lbt")]
     words = f"{plain[small]:.0f} % to {plain[large]:.0f} % (batch {small} to {large})"
     setting = f"CalTech101, 64 of 80 px, bfloat16; train accuracy falls as well, to {np.mean(seen):.0f} %"
-    gains = accuracy_table.gains(rows := accuracy_table.of_large_batches(records))
-    ours, printed = gains.loc["ags"], gains.loc["ags_paper"]
-    of = {method: (rows[method] >= rows["lbt"])[rows[method].notna()] for method in ("ags", "ags_paper")}
-    gained = f"{ours['mean gain']:.1f} points; as printed {printed['mean gain']:.1f}"
-    as_good = "; as printed ".join(f"{each.sum()} of {len(each)}" for each in of.values())
+    gains = accuracy_table.gains(accuracy_table.of_large_batches(records)).loc[["ags", "ags_paper"]]
+    gained = "{:.1f} points; as printed {:.1f}".format(*gains["mean gain"])
+    as_good = "; as printed ".join(f"{row['at least lbt']:.0f} of {row['rows']:.0f}" for _, row in gains.iterrows())
     return [
         _accuracy("gap", words, setting, "holds"),
-        _accuracy("gain", gained, SMALL_DATA, "holds, not as printed"),
-        _accuracy("never-worse", as_good, SMALL_DATA, "holds, not as printed"),
+        _accuracy("gain", gained, SMALL_DATA, _or_as_printed(gains["mean gain"] >= published.MEAN_GAIN)),
+        _accuracy("never-worse", as_good, SMALL_DATA, _or_as_printed(gains["at least lbt"] == gains["rows"])),
     ]
+
+
+def _or_as_printed(holds: pd.Series) -> str:
+    """The verdict on a claim that holds, or not, of the default method and of the printed one."""
+    return "holds" if holds.all() else "holds, not as printed" if holds["ags"] else "not here"
 
 
 def _accuracy(key: str, here: str, setting: str, verdict: str) -> Measured:

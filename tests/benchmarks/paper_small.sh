@@ -52,5 +52,6 @@ for result in "${results[@]}"; do
     python3 -m tula_hpc paper "$result" --scale small --at-once $at_once "${settings[@]}" 2>&1 | tail -n 25
 done
 scancel --user root
+[ -f /tmp/nvidia-mps/nvidia-cuda-mps-control.pid ] && echo quit | nvidia-cuda-mps-control
 mkdir -p "$(dirname "$runs")"
 tar czf "$runs" --exclude='checkpoint*' --exclude='*.pkl' runs

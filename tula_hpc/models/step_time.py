@@ -43,9 +43,9 @@ place of the ring's 2 (R - 1) / R is as good between measured numbers of nodes, 
 them: 12.6 instead of 5.3 % at twice the nodes measured, 30 instead of 1 % for ResNet50 behind 10 Gbit/s, whose
 all-reduce by itself takes 1.50 times as long on four nodes as on two. Inside the measured batches, measured compute
 times in the place of the form lowered the median error by up to 0.2 points and raised the 90th percentile by 1 to 4.
-A floor of power 2, which stood here before, is behind that of power 3 whichever source is left out, by a tenth to three
-tenths of a point in the median. Twice the pull, powers of the minimum above 6, and usual values of after_backward from
-0.05 to 0.12 cannot be told apart there.
+A floor of power 2, which stood here before, is a tenth of a point better from corners and worse elsewhere, and the best
+for no source left out. Twice the pull, powers of the minimum above 6, and usual values of after_backward from 0.05 to
+0.12 cannot be told apart there.
 
 `step_forms` finds the parameters; here are the checks, the interval and the record.
 """
