@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -13,13 +14,13 @@ import pytest
 from tests.benchmarks import accuracy_table
 from tests.benchmarks.claims import measured
 from tula_hpc.errors import ConfigError
-from tula_hpc.paper import claims, timing
+from tula_hpc.paper import claims, drawing, timing
 from tula_hpc.paper.command import RESULTS, markdown
 from tula_hpc.paper.findings import candidates
 from tula_hpc.paper.published import CLAIMS
 from tula_hpc.paper.running import Runs
 from tula_hpc.paper.scales import SCALES, SMALL, scale_of
-from tula_hpc.runs import RunFolder, read_json
+from tula_hpc.runs import RunFolder, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 H100 = RunFolder(ROOT / "tests" / "data" / "h100x4-resnet50-synthetic")
@@ -74,6 +75,23 @@ def test_results_of_a_real_run(name: str, tmp_path: Path):
     assert findings.panels
     assert findings.claims.keys() <= {claim.key for claim in CLAIMS}
     assert len(findings.claims) >= 1
+
+
+def test_a_picture_can_be_drawn_again_from_its_record(tmp_path: Path):
+    """The curves in a result's JSON file make the same picture; what is unknown stays so."""
+    result = RESULTS["fig09"]
+    panels = result.find(SMALL, dict.fromkeys(result.runs(SMALL), H100)).panels
+    panels.append(drawing.Panel("gap", "x", "y", [drawing.Series("", [1, 2, 3], [1.0, math.nan, 2.0])]))
+    write_json(tmp_path / "record.json", {"panels": drawing.to_record(panels)})
+    again = drawing.from_record(read_json(tmp_path / "record.json")["panels"])
+    for before, after in zip(panels, again, strict=True):
+        assert (before.title, len(before.series)) == (after.title, len(after.series))
+        assert list(before.marks) == [(place, words) for place, words in after.marks]
+        for one, other in zip(before.series, after.series, strict=True):
+            assert (one.label, one.kind, one.colour) == (other.label, other.kind, other.colour)
+            assert list(other.y) == pytest.approx(list(one.y), rel=1e-3, nan_ok=True)
+    drawing.save(again, tmp_path / "again")
+    assert (tmp_path / "again.png").stat().st_size > 0
 
 
 def test_a_run_that_failed_is_left_out():

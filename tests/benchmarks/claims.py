@@ -8,7 +8,9 @@ and accuracies are written anew as well.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from tula_hpc.paper.timing import against_nodes, plateau
 DATA = Path(__file__).parents[1] / "data"
 README = DATA.parent.parent / "README.md"
 STEP_TIMES = DATA / "step-times" / "h100-10gbit.csv"
+PAPER_SMALL = DATA / "paper-small"
+CORRELATED = 0.5
+"""Rank correlation from which two things are said to go together."""
 SAMPLES = {"resnet50": 1281167, "vgg11": 50000, "alexnet": 6941, "mobilenetv3": 24485}
 H100, H200 = "4 H100, 10 Gbit/s", "H200"
 TIMES = "synthetic images, TF32"
@@ -49,7 +54,7 @@ def main() -> None:
 
 def measured() -> list[Measured]:
     """Every claim that the records speak of."""
-    rows = [*_times(), *_memory(), *_errors(), *_accuracies()]
+    rows = [*_times(), *_memory(), *_errors(), *_accuracies(), *_gradients()]
     order = [claim.key for claim in published.CLAIMS]
     return sorted(rows, key=lambda row: order.index(row.key))
 
@@ -159,6 +164,32 @@ def _accuracies() -> list[Measured]:
         _accuracy("gain", gained, SMALL_DATA, _or_as_printed(gains["mean gain"] >= published.MEAN_GAIN)),
         _accuracy("never-worse", as_good, SMALL_DATA, _or_as_printed(gains["at least lbt"] == gains["rows"])),
     ]
+
+
+_HOLDS: dict[str, Callable[[list[float]], bool]] = {
+    "small-batch-norms": lambda numbers: numbers[0] > 1,
+    "hessian": lambda numbers: numbers[0] >= CORRELATED,
+    "variability": lambda numbers: min(numbers) >= CORRELATED,
+    "static-resnet50": lambda numbers: numbers[0] == numbers[1],
+    "static-alexnet": lambda numbers: numbers[0] == 1,
+    "delta-resnet50": lambda numbers: numbers[0] > 0,
+    "delta-vgg11": lambda numbers: numbers[1] > 0,
+}
+"""Whether a claim holds, by the numbers in what `paper` says of it; a "better" or "above" makes a number negative."""
+
+
+def _gradients() -> list[Measured]:
+    """What the jobs of Fig. 5 to 8 found at scale small."""
+    found = []
+    for path in sorted(PAPER_SMALL.glob("fig0[5-8].json")):
+        for key, words in json.loads(path.read_text(encoding="utf-8"))["claims"].items():
+            told = re.sub(r"ResNet50|VGG11", "", words)
+            turned = re.sub(r"([0-9.]+)(?= points (better|above))", r"-\1", told)
+            numbers = [float(number) for number in re.findall(r"-?[0-9.]+", turned)]
+            verdict = "holds" if numbers and _HOLDS[key](numbers) else "not here"
+            record = str(path.relative_to(DATA.parent.parent))
+            found.append(Measured(key, words, H200, SMALL_DATA, verdict, record))
+    return found
 
 
 def _or_as_printed(holds: pd.Series) -> str:

@@ -73,6 +73,7 @@ def test_all_results_come_from_their_jobs(slurm: ThrowawaySlurm, tmp_path: Path)
         assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (results / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert RESULTS[name].title in (results / f"{name}.md").read_text()
+        assert read_json(results / f"{name}.json")["panels"]
     assert read_json(results / "table1.json")["claims"]["gain"]
     names = [row["NAME"] for row in slurm.squeue("NAME") if "-train-" in row["NAME"]]
     assert len(names) >= 8

@@ -14,6 +14,8 @@ EARLY_SHARE = 0.1
 """Of a training's steps; what the paper calls early iterations."""
 SEVERAL_STEPS = 200
 """Points that a curve over steps is thinned to."""
+BANDWIDTH = 0.1
+"""Of the kernels of a density of scales, in powers of 2."""
 
 
 # --- Fig. 2 -----------------------------------------------------------------------------------------------------------
@@ -189,6 +191,7 @@ def _static(scale: Scale, model: str, factor: int, delta: float) -> Run:
 
 _FIG7 = (("resnet50", 0.5), ("alexnet", 0.5))
 _FIG8 = (("resnet50", 0.8), ("vgg11", 0.2))
+_ADAPTIVE = ("ags_paper", "ags")
 
 
 def _static_runs(scale: Scale, shown: tuple[tuple[str, float], ...]) -> list[Run]:
@@ -215,23 +218,29 @@ def _static_table(
     return pd.DataFrame(rows), panels
 
 
+def _scaling_runs(scale: Scale) -> list[Run]:
+    adaptive = [scale.training(model, scale.static_batch, method) for model, _ in _FIG7 for method in _ADAPTIVE]
+    return [*_static_runs(scale, _FIG7), *adaptive]
+
+
 def _static_scaling(scale: Scale, folders: Folders) -> Findings:
-    table, panels = _static_table(scale, folders, _FIG7)
-    claims = {}
-    for model, _ in _FIG7:
+    table, curves = _static_table(scale, folders, _FIG7)
+    claims, panels = {}, []
+    for (model, _), of_model in zip(_FIG7, curves, strict=True):
         rows = _of(table, model)
         plain, scaled = rows[rows["s"] == 1], rows[rows["s"] > 1]
         if len(plain) and len(scaled):
             better = int((scaled["test_top1"] > plain["test_top1"].iloc[0]).sum())
             claims[f"static-{model}"] = f"{better} of {len(scaled)}"
-        panels.append(_shares_scaled(published.MODELS[model], scaled))
+        panels += [of_model, _shares_scaled(published.MODELS[model], scaled), _densities(scale, folders, model)]
     return Findings(
         table,
         panels,
         claims,
         [
             "The paper draws kernel densities of the factor over iterations; a factor is 1 or s, so the share of the "
-            "steps that were scaled says the same.",
+            "steps that were scaled says the same. Densities are drawn of the adaptive methods' scales, each the mean "
+            "over a step's gradient elements.",
         ],
     )
 
@@ -240,6 +249,27 @@ def _shares_scaled(name: str, scaled: pd.DataFrame) -> Panel:
     """Which share of the steps was scaled, for each factor."""
     bars = Series("", list(range(len(scaled))), list(scaled["scaled_steps_percent"]), "bars")
     return Panel(name, "", "steps scaled (%)", [bars], x_names=[f"s = {s}" for s in scaled["s"]])
+
+
+def _densities(scale: Scale, folders: Folders, model: str) -> Panel:
+    """How often which scale was applied, of the methods that measure it."""
+    series = []
+    for colour, method in enumerate(_ADAPTIVE):
+        run = folders.get(scale.training(model, scale.static_batch, method))
+        if run is not None:
+            scales = gradients(run)["scale"]
+            places, density = _density(np.log2(scales[np.isfinite(scales) & (scales > 0)]))
+            series.append(Series(method, list(2**places), list(density), colour=colour))
+    return Panel(published.MODELS[model], "scale of a step", "density (per power of 2)", series, "log")
+
+
+def _density(values: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Places and the kernel density of the values there, (SEVERAL_STEPS,) each; values may all be the same."""
+    if values.empty:
+        return np.empty(0), np.empty(0)
+    places = np.linspace(values.min() - 0.5, values.max() + 0.5, SEVERAL_STEPS)
+    kernels = np.exp(-0.5 * ((places[:, None] - values.to_numpy(dtype=float)) / BANDWIDTH) ** 2)
+    return places, kernels.mean(axis=1) / (BANDWIDTH * np.sqrt(2 * np.pi))
 
 
 def _of(table: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -253,14 +283,15 @@ def _thresholds(scale: Scale, folders: Folders) -> Findings:
     both = _of(table, "resnet50").merge(_of(at_half, "resnet50"), on="s", suffixes=("", "_half"))
     both = both[both["s"] > 1]
     if len(both):
-        worse = both["test_top1_half"] - both["test_top1"]
-        claims["delta-resnet50"] = f"{worse.mean():.1f} points worse, mean over s"
+        worse = float((both["test_top1_half"] - both["test_top1"]).mean())
+        claims["delta-resnet50"] = f"{abs(worse):.1f} points {'worse' if worse > 0 else 'better'}, mean over s"
     vgg = _of(table, "vgg11")
     vgg = vgg[vgg["s"] > 1].sort_values("s")
     if len(vgg) > 1:
+        below = vgg["test_top1"].iloc[:-1].mean() - vgg["test_top1"].iloc[-1]
         claims["delta-vgg11"] = (
-            f"s = {vgg['s'].iloc[-1]} ends {vgg['test_top1'].iloc[:-1].mean() - vgg['test_top1'].iloc[-1]:.1f} points "
-            "below the mean of the others"
+            f"s = {vgg['s'].iloc[-1]} ends {abs(below):.1f} points {'below' if below > 0 else 'above'} the mean of the "
+            "others"
         )
     return Findings(table, panels, claims)
 
@@ -324,8 +355,7 @@ RESULTS = [
     Result("fig02", "Fig. 2: test accuracy of plain training against global batch", _plain, _against_batch),
     Result("fig05", "Fig. 5: gradient norms of small and large batches; Hessian and gradient", _norm_runs, _norms),
     Result("fig06", "Fig. 6: gradient variability and test accuracy", _variability_runs, _variability),
-    Result("fig07", "Fig. 7: static gradient scaling at threshold 0.5", lambda scale: _static_runs(scale, _FIG7),
-           _static_scaling),
+    Result("fig07", "Fig. 7: static gradient scaling at threshold 0.5", _scaling_runs, _static_scaling),
     Result("fig08", "Fig. 8: static gradient scaling at other thresholds",
            lambda scale: _static_runs(scale, (*_FIG8, ("resnet50", 0.5))), _thresholds),
     Result("table1", "Table I: test accuracy by method", _table_runs, _table),

@@ -76,18 +76,20 @@ def _refuse_what_cannot_work(settings: Settings) -> None:
 
 
 def write(result: Result, scale: Scale, findings: Findings, folder: Path, display: Display) -> None:
-    """Leave NAME.md, .csv, .png, .pdf and .json (what the claims come to) in the folder, and say so."""
+    """Leave NAME.md, .csv, .png, .pdf and .json (what the claims come to, and the picture's curves) in the folder, and
+    say so."""
     from tula_hpc.paper import drawing
 
     place = folder / result.name
     write_text(place.with_suffix(".csv"), findings.table.to_csv(index=False))
     if findings.panels:
         drawing.save(findings.panels, place)
-    write_json(place.with_suffix(".json"), {"scale": scale.name, "claims": findings.claims})
+    record = {"scale": scale.name, "claims": findings.claims, "panels": drawing.to_record(findings.panels)}
+    write_json(place.with_suffix(".json"), record)
     text = _page(result, scale, findings)
     write_text(place.with_suffix(".md"), text)
     display.say(text)
-    display.say(f"written: {place}.md, .csv, .png, .pdf")
+    display.say(f"written: {place}.md, .csv, .json, .png, .pdf")
 
 
 def _page(result: Result, scale: Scale, findings: Findings) -> str:
