@@ -210,8 +210,11 @@ def test_a_job_has_nodes_of_one_type(make_settings: Callable[..., Settings], kin
         assert [len(s.candidates) for s in found] == [8, 2, 3, 3, 3, 1]
 
 
-def test_a_job_asks_for_what_its_type_has(make_settings: Callable[..., Settings], run_folder: RunFolder):
+def test_a_job_asks_for_what_its_type_has(
+    make_settings: Callable[..., Settings], run_folder: RunFolder, command: Callable[..., Path]
+):
     """Partition, GPUs and cores are the type's; what a type leaves out is the cluster's."""
+    command("srun", "")  # submitit writes a script only where there is one
     types = (
         "{a100: {partition: old, gpus_per_node: 2}, "
         "h100: {partition: new, qos: long, gpus_per_node: 4, gpu_type: h100, cpus_per_rank: 8, memory_gib: 64}}"
@@ -470,6 +473,7 @@ def test_plan_tells_of_each_type(
     """Its jobs, what they cost at its price, and the text that Slurm would get for its partition."""
     command("sinfo", "old*|4|1:00:00\nnew|4|1:00:00\n")
     command("scontrol", "PriorityFlags = \n")
+    command("srun", "")
     command("sbatch", "Job 1 to start at 2026-01-01T00:00:00 a nodes n[1-2]\n", on_stderr=True)
     plan(make_settings(TYPES, "search=partial", "search.max_seconds=60"), ["python"], Display(Console(width=200)))
     told = capsys.readouterr().out
