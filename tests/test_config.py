@@ -113,6 +113,13 @@ def test_settings_that_do_not_exist_cannot_be_added(override: str):
         compose(["+experiment=quickstart", override])
 
 
+def test_a_shells_variable_survives_what_ranks_are_sent(tiny_settings: Callable[..., Settings]):
+    r"""`\${HOME}` is Hydra's way to say `${HOME}`; ranks and `attach` read it as it was composed."""
+    settings = tiny_settings(r"cluster.setup=['export A=\${HOME}/bin', 'echo $A']")
+    assert settings.cluster.setup[0] == "export A=${HOME}/bin"
+    assert from_plain(to_plain(settings)) == settings
+
+
 def test_free_keys_can_be_added():
     """sbatch's options are the site's own, and are not in the schema."""
     assert compose(["+experiment=quickstart", "+cluster.sbatch.exclusive=true"]).cluster.sbatch == {"exclusive": True}
@@ -126,6 +133,11 @@ def test_free_keys_can_be_added():
         ("grid.min_nodes=8", ["grid.min_nodes is 8", "grid.max_nodes=2"]),
         ("search.memory_fraction=1.5", ["search.memory_fraction is 1.5", "(0, 1]"]),
         ("name=a/b", ["name is 'a/b'", "'/'"]),
+        ("training.seed=-1", ["training.seed is -1", "[0, 2^63)"]),
+        ("search.max_seconds=1000", ["cluster.profile_time_limit_min is 15", "search.max_seconds=1000"]),
+        ("cluster.hang_timeout_min=0.1", ["cluster.hang_timeout_min is 0.1", "search.max_seconds"]),
+        ("+cluster.sbatch.job-name=mine", ["cluster.sbatch has the key 'job-name'", "found again"]),
+        ("+cluster.sbatch.mem=1G", ["'mem'", "set cluster.memory_gib"]),
         ("training.lr=inf", ["training.lr is inf", "finite"]),
         ("method.scale_floor=2", ["method.scale_floor is 2", "at most 1"]),
         ("method.scale_cap=0.5", ["method.scale_cap is 0.5", "at least 1"]),

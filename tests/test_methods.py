@@ -292,15 +292,23 @@ def test_methods_that_differ_in_their_rate_share_measurements(tiny_settings: Mak
         ("lars", 512, 4, "learning rate 0.2 at a global batch of 512"),
         ("ags_paper", 128, 4, "adaptive gradient scaling has nothing to do at a global batch of 128"),
         ("polo", 1024, 1, "post-local SGD on a single rank is plain SGD"),
+        ("lbt training.epochs=3 training.warmup_epochs=5", 1024, 4, "before its warm-up does"),
     ],
 )
 def test_what_a_user_would_not_expect_is_noted(tiny_settings: Make, method: str, batch: int, ranks: int, words: str):
     """Once the batch is chosen the scaled rate is told, and what cannot work at that batch or on one rank."""
-    (note,) = methods.notes(tiny_settings(f"method={method}", "method.small_batch=128"), batch, ranks)
+    overrides = ["training.warmup_epochs=1", *f"method={method}".split(), "method.small_batch=128"]
+    (note,) = methods.notes(tiny_settings(*overrides), batch, ranks)
     assert words in note
+
+
+def test_where_the_bounds_have_nothing_to_do_is_noted(tiny_settings: Make):
+    """At the tuned batch the default method is plain SGD."""
+    settings = tiny_settings("training.warmup_epochs=1", "method=ags", "method.small_batch=128")
+    assert "this is plain SGD" in methods.notes(settings, 128, 4)[-1]
 
 
 @pytest.mark.parametrize("method", ["ags_measured", "lbt", "polo"])
 def test_nothing_is_noted_where_all_is_as_expected(tiny_settings: Make, method: str):
     """A method that works with the rate as it is goes without a note."""
-    assert methods.notes(tiny_settings(f"method={method}"), 1024, 4) == []
+    assert methods.notes(tiny_settings(f"method={method}", "training.warmup_epochs=1"), 1024, 4) == []

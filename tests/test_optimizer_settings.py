@@ -92,7 +92,7 @@ def test_a_language_model_by_adamw_goes_on_as_if_it_had_not_been_stopped(tmp_pat
 @pytest.mark.parametrize("method", ["ags_measured", "ags_paper"])
 def test_gradient_scaling_around_adamw_is_warned_about(tiny_settings: Make, method: str):
     """In the job's log by the optimizer; to the user when the batch is chosen, and in the report."""
-    settings = tiny_settings("training.optimizer=adamw", f"method={method}")
+    settings = tiny_settings("training.optimizer=adamw", f"method={method}", "training.warmup_epochs=1")
     assert check(settings) == []
     (note,) = methods.notes(settings, 1024, 4)
     assert "AdamW divides gradients by their own size" in note

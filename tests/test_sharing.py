@@ -62,6 +62,18 @@ def test_a_point_of_a_run_that_nobody_works_on_is_measured_again(tiny_settings: 
     assert shared(settings, two).divide([POINT]) == ([POINT], [])
 
 
+def test_a_point_that_a_run_cannot_submit_is_left_to_the_others(tiny_settings: Callable[..., Settings]):
+    """Nobody waits for it, though the run that claimed it is worked on."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one), controlling(two):
+        shared(settings, one).divide([POINT])
+        shared(settings, one).give_back([POINT])
+        assert shared(settings, two).divide([POINT]) == ([POINT], [])
+        shared(settings, one).give_back([POINT])  # is not its own any more
+        assert shared(settings, one).divide([POINT]) == ([], [POINT])
+
+
 def test_a_point_that_the_other_run_failed_at_is_measured_again(tiny_settings: Callable[..., Settings]):
     """A failure of another run says nothing about this one; its retry then finds the point elsewhere."""
     settings = tiny_settings()

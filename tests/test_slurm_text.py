@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tula_hpc.control.packing import submissions
 from tula_hpc.control.scheduler import JobRequest
 from tula_hpc.control.slurm import Trial, batch_parameters, read_trial, refusal
 from tula_hpc.control.slurm_commands import (
+    answers,
     bills_largest,
     broken_hosts,
     max_array_elements,
@@ -27,7 +29,7 @@ from tula_hpc.control.slurm_commands import (
     rows,
     scrubbed,
 )
-from tula_hpc.errors import SubmissionLimited, SubmissionRejected, SubmissionUnknown
+from tula_hpc.errors import SchedulerSilent, SubmissionLimited, SubmissionRejected, SubmissionUnknown
 from tula_hpc.models.pricing import ServiceUnitPrice, read_billing_weights
 from tula_hpc.planning import sharing_compared, trial_words
 from tula_hpc.ranks.packed import run_attempts
@@ -154,10 +156,36 @@ def test_each_resource_is_asked_for_in_one_form(
 
 
 def test_a_request_may_ask_for_more_memory_and_leave_hosts_out(tiny_settings: Callable[..., Settings]):
-    """What one submission needs goes before what the cluster's settings say."""
+    """What one submission needs goes before what the cluster's settings say; hosts that a site leaves out stay so."""
     request = JobRequest("tula-x", (), 2, 4, 15, 4, memory_gib=3, excluded_hosts=("n1", "n7"))
-    parameters = batch_parameters(tiny_settings("cluster.memory_gib=1.5").cluster, request)
-    assert (parameters["mem"], parameters["exclude"]) == ("3072M", "n1,n7")
+    settings = tiny_settings("cluster.memory_gib=1.5", "+cluster.sbatch.exclude='n[3-4]'")
+    parameters = batch_parameters(settings.cluster, request)
+    assert (parameters["mem"], parameters["exclude"]) == ("3072M", "n1,n7,n[3-4]")
+    assert parameters["additional_parameters"] == {"no_requeue": True}
+    assert batch_parameters(settings.cluster, replace(request, excluded_hosts=()))["exclude"] == "n[3-4]"
+
+
+@pytest.mark.parametrize(
+    ("says", "there"),
+    [
+        ("Slurmctld(primary) at a is UP\n", True),
+        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP\n", True),
+        ("", False),
+    ],
+)
+def test_slurm_is_taken_where_it_answers(command: Callable[..., Path], says: str, there: bool):
+    """And this machine where none is configured."""
+    command("sbatch", "slurm 22.05.8\n")
+    command("scontrol", says, code=0 if there else 1)
+    assert answers()[0] is there
+
+
+def test_a_slurm_that_does_not_answer_is_not_taken_for_none(command: Callable[..., Path]):
+    """The same command would begin another run, on the login node."""
+    command("sbatch")
+    command("scontrol", "Slurmctld(primary) at a is DOWN\n")
+    with pytest.raises(SchedulerSilent, match="cluster=slurm or cluster=local"):
+        answers()
 
 
 @pytest.fixture

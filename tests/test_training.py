@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tula_hpc.candidates import Candidate
+from tula_hpc.checks import check
 from tula_hpc.config import Settings
 from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.ranks import checkpoints, pace, training, workloads
@@ -152,12 +154,35 @@ def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(
         train(
             settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(8), Heartbeat(None)
         )  # 256 samples: the last step of epoch 1
+    before = checkpoints.load_latest(run.checkpoints)
+    assert before is not None
     train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     first, second = run.read_metrics()
     assert (first["epoch"], first["train_loss"], first["step_time_s"]) == (1, None, None)
+    assert first["train_s"] > before["epoch_s"]  # what the epoch took before it was stopped counts
     assert first["test_top1"] > 0
     assert first["lr"] == settings.training.lr
     assert second["train_loss"] > 0
+
+
+def test_the_host_waits_for_the_device_only_a_few_times_an_epoch(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Once its first steps are over, at its last full batch, and at its end."""
+    waits: list[None] = []
+    monkeypatch.setattr(training, "_now", lambda device: waits.append(None) or time.monotonic())  # type: ignore[func-returns-value]
+    settings = tiny_settings("data.train_samples=null", "training.epochs=2")  # 44 steps an epoch
+    train(settings, Candidate(1, 32), ALONE, RunFolder(tmp_path / "run"), CPU, EarlyWarning(), Heartbeat(None))
+    assert len(waits) == 3 + 2
+
+
+def test_any_seed_that_is_accepted_trains(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """Such as one made of date and time."""
+    settings = tiny_settings(f"training.seed={2**63 - 1}", "training.epochs=1")
+    assert check(settings) == []
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    assert run.train_result.exists()
 
 
 @pytest.mark.parametrize("seen", [0, 96, 1437])
@@ -196,12 +221,11 @@ def test_another_number_of_ranks_goes_on_with_the_rest(before: int, after: int, 
 
 
 def test_no_rank_gets_a_last_batch_of_one():
-    """BatchNorm refuses it, whatever the epoch was left at."""
-    for seen in (0, 37, 1405):
+    """BatchNorm refuses it, whatever the epoch was left at, and if nothing else is left of it."""
+    for seen, left in ((0, 1437), (36, 1400), (37, 1400), (1405, 32), (1436, 0)):
         sampler = RemainingSampler(range(1437), 100, 1, 0, seed=3)  # type: ignore[arg-type]
         sampler.seen = seen
-        assert len(list(sampler)) % 100 != 1
-    assert len(list(sampler)) == 32
+        assert len(list(sampler)) == left
 
 
 def test_the_steps_are_told_in_windows(

@@ -6,30 +6,33 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from waiting import wait_until
 
-from tula_hpc.config import ControllerKind, ControllerSettings, Settings
+from tula_hpc.config import ControllerKind, ControllerSettings, Settings, to_plain
 from tula_hpc.control import away
 from tula_hpc.control.controller import Controller
 from tula_hpc.control.jobs import Jobs
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.lease import controlling
-from tula_hpc.control.local import LocalScheduler
+from tula_hpc.control.local import LocalScheduler, _Job
 from tula_hpc.control.slurm import SlurmScheduler
 from tula_hpc.control.slurm_commands import Partition
-from tula_hpc.control.verdicts import Verdict
+from tula_hpc.control.verdicts import QueueState, Verdict
 from tula_hpc.display import Display
+from tula_hpc.errors import TulaError
 from tula_hpc.overview import stage
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.runs import RunFolder, read_json, write_json, write_text
+from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json, write_text
 from tula_hpc.signatures import signature
-from tula_hpc.starting import RunCancelled, control, shown
+from tula_hpc.starting import RunCancelled, _refuse_other_settings, control, shown
 
 ROOT = Path(__file__).parents[1]
 # in the training until it is ended
@@ -82,6 +85,7 @@ def test_a_detached_run_is_cancelled_and_taken_up(tmp_path: Path, smallest: list
     run = only_run(tmp_path)
     assert process.returncode == 130
     assert "The same command goes on from here, and so does" in output
+    assert [error["kind"] for error in run.attempt("train", 1).errors()] == ["preempted"]  # it saved before
     assert shown("attach", str(run.path)) in output
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -322,10 +326,64 @@ def test_the_same_experiment_below_two_roots_has_jobs_of_its_own(
     other = RunFolder(tmp_path / "elsewhere" / run_folder.path.name)
     (tmp_path / "link").symlink_to(run_folder.path.parent)
     linked = RunFolder(tmp_path / "link" / run_folder.path.name)
-    names = [f"{run.tag}-{job}" for run in (run_folder, other) for job in ("controller", "train-n1-3-0a1b2c")]
+    jobs = ("controller", "train-n1-3-0a1b2c", "probe-n2-4-0a1b2c")
+    names = [f"{run.tag}-{job}" for run in (run_folder, other) for job in jobs]
     command("squeue", "".join(f"{number}|RUNNING|{name}\n" for number, name in enumerate(names)))
-    assert [job.job_id for job in away.jobs_of(linked)] == ["0", "1"]
-    assert [job.job_id for job in away.jobs_of(other)] == ["2", "3"]
+    assert [job.job_id for job in away.jobs_of(linked)] == ["0", "1", "2"]
+    assert [job.job_id for job in away.jobs_of(other)] == ["3", "4", "5"]
+
+
+MODEL = (
+    "import torch\n\n\ndef net(**sizes):\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+)
+
+
+def test_a_run_does_not_go_on_with_other_code(tmp_path: Path, smallest: list[str]):
+    """After an edit, neither `attach` nor a job that was submitted before; the same command begins a run of its own."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    arguments = [*smallest, "workload.model._target_=mine.net", "until=choice"]
+    code, output = tula(tmp_path, *arguments)
+    assert code == 0, output
+    run = only_run(tmp_path)
+    (tmp_path / "mine.py").write_text(MODEL + "# other\n")
+    run.untrained.unlink()
+    code, output = tula(tmp_path, "attach", run.path.name)
+    assert code == 1
+    assert f"{tmp_path / 'mine.py'} changed since {run.path} began" in output
+    attempt = run.attempt("profile/n001-b00032", 2)
+    attempt.path.mkdir()
+    write_json(attempt.request, read_json(run.attempt("profile/n001-b00032", 1).request))
+    job = subprocess.run([sys.executable, "-m", "tula_hpc.ranks.job", str(attempt.path)], capture_output=True)
+    assert job.returncode == 1
+    assert "mine.py changed since" in attempt.errors()[0]["message"]
+    assert tula(tmp_path, *arguments)[0] == 0
+    assert len(list(tmp_path.glob("runs/*/plan.json"))) == 2
+
+
+def test_other_settings_than_those_at_work_are_refused(tiny_settings: Callable[..., Settings], run_folder: RunFolder):
+    """A controller job goes on with what it began with, so the command says what is not in effect."""
+    write_text(run_folder.config, yaml.safe_dump(to_plain(tiny_settings("until=choice"))))
+    _refuse_other_settings(tiny_settings("until=choice"), run_folder)
+    with pytest.raises(TulaError, match=r"until=result, training\.max_relaunches=9 is not in effect"):
+        _refuse_other_settings(tiny_settings("training.max_relaunches=9"), run_folder)
+
+
+def test_a_name_with_brackets_is_listed_whole(tmp_path: Path):
+    """They are no markup."""
+    planned(RunFolder(tmp_path / "runs" / "a [v2] b-0123456789"))
+    assert "a [v2] b-0123456789" in tula(tmp_path, "list")[1]
+
+
+def test_a_local_training_is_told_before_its_time_is_over(tiny_settings: Callable[..., Settings], tmp_path: Path):
+    """As Slurm does, so that it can save; what only measures is not."""
+    scheduler = LocalScheduler(tiny_settings())
+    for saves in (True, False):
+        with subprocess.Popen(["sleep", "600"]) as process:
+            job = _Job(AttemptFolder(tmp_path), 1, 1, saves, state=QueueState.running, processes=[process])
+            job.started = time.monotonic() - 50
+            scheduler._look_at(job)
+            assert job.told is saves
+            process.kill()
 
 
 def test_the_controller_is_no_part_of_the_result(tiny_settings: Callable[..., Settings]):

@@ -138,6 +138,21 @@ def check(settings: Settings) -> list[str]:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
+    folder = str(Path(settings.run_root).expanduser().absolute() / settings.name)
+    if settings.cluster.kind is ClusterKind.slurm and "%" in folder:
+        problems.append(
+            f"run_root and name make the path {folder!r}, and Slurm puts something else for a % in the paths of logs; "
+            "choose a run_root, or a folder to start from, without one"
+        )
+    for key in ("cluster.profile_time_limit_min", "cluster.hang_timeout_min"):
+        minutes = _value(settings, key)
+        if 60 * minutes <= settings.search.max_seconds < math.inf:
+            problems.append(
+                f"{key} is {minutes:g}, and a candidate may be timed for search.max_seconds="
+                f"{settings.search.max_seconds:g}; raise the one or lower the other, and leave a minute for the start"
+            )
+    if not 0 <= settings.training.seed < 2**63:
+        problems.append(f"training.seed is {settings.training.seed}; it must lie in [0, 2^63)")
     problems += _check_queue_waits(settings) + _check_service_units(settings)
     milestones = settings.training.milestones
     if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
@@ -170,7 +185,7 @@ def check(settings: Settings) -> list[str]:
         )
     if not settings.run_root.strip():
         problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
-    problems += _check_controller(settings)
+    problems += _check_sbatch(settings) + _check_controller(settings)
     problems += _check_node_types(settings)
     if problems:  # what follows computes with these values
         return problems
@@ -269,6 +284,27 @@ def _check_service_units(settings: Settings) -> list[str]:
             "such as pricing.billing_weights='CPU=1.0,Mem=0.25G,GRES/gpu=16', or another pricing"
         ]
     return []
+
+
+_OWN_SBATCH_OPTIONS = {
+    **dict.fromkeys(("job_name", "comment"), "jobs are found again by it"),
+    **dict.fromkeys(("array", "signal", "output", "error", "open_mode", "requeue", "no_requeue"), "this tool sets it"),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks_per_node"), "it is the grid's (grid.*, cluster.gpus_per_node)"),
+    "time": "set cluster.profile_time_limit_min and cluster.train_time_limit_min",
+    "mem": "set cluster.memory_gib",
+    "cpus_per_task": "set cluster.cpus_per_rank",
+    **{key: f"set cluster.{key}" for key in ("partition", "account", "qos", "constraint")},
+}
+"""What `cluster.sbatch` may not say, and what to do instead: it would come last, and undo what was asked for."""
+
+
+def _check_sbatch(settings: Settings) -> list[str]:
+    found = []
+    for key in settings.cluster.sbatch:
+        name = str(key).strip("-").replace("-", "_")
+        if name in _OWN_SBATCH_OPTIONS:
+            found.append(f"cluster.sbatch has the key {key!r}; leave it out: {_OWN_SBATCH_OPTIONS[name]}")
+    return found
 
 
 def _check_controller(settings: Settings) -> list[str]:

@@ -141,6 +141,8 @@ def _explain(error: Exception, culprit: str | None) -> str:
     if "not a subclass of NodeType" in both:  # OmegaConf adds none to those that are there
         return about + _WHOLE_TYPES
     text = "; ".join(line.strip() for line in (cause or message).splitlines() if line.strip())
+    if name := re.search(r"Interpolation key '([^']+)' not found", text):
+        text += f" (a shell's variable is written ${name[1]}, or \\${{{name[1]}}})"
     return about + re.sub(r";? *(full_key|reference_type|object_type)[=:]\s*\S+", "", text)
 
 

@@ -8,6 +8,7 @@ run folder.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -250,6 +251,8 @@ class ControllerSettings:
     """Its time limit, minutes, or the partition's if that is shorter; shortly before the end it queues itself again."""
     memory_gib: float = 1.0
     """Host memory of that job, GiB."""
+    python: str | None = None
+    """Python to run there. Null: the one that runs this command; `cluster.python` may be one inside a container."""
 
 
 @dataclass
@@ -627,7 +630,18 @@ def from_plain(plain: dict[str, Any]) -> Settings:
     """The settings that `to_plain` wrote; raises omegaconf's errors on keys or values the schema does not know."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), plain))  # type: ignore[return-value]
+    merged = OmegaConf.merge(OmegaConf.structured(Settings), _taken_as_it_is(plain))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def _taken_as_it_is(value: Any) -> Any:
+    """The same values with each `${` of their texts escaped: what it referred to was put in when they were composed,
+    and what is left, such as a shell's variable in `cluster.setup`, is meant so."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, dict):
+        return {key: _taken_as_it_is(part) for key, part in value.items()}
+    return [_taken_as_it_is(part) for part in value] if isinstance(value, list) else value
 
 
 def read_settings(run: RunFolder) -> Settings:

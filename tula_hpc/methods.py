@@ -110,6 +110,22 @@ def local_from_epoch(settings: Settings) -> int:
 
 def notes(settings: Settings, global_batch: int, ranks: int) -> list[str]:
     """What a user would not expect of the method at this batch, on so many ranks."""
+    hyper, found = settings.training, _notes_on_the_rate(settings, global_batch, ranks)
+    if settings.method.kind is MethodKind.ags and global_batch <= settings.method.small_batch:
+        found.append(
+            f"the bounds of method=ags act at larger batches than {settings.method.small_batch} (method.small_batch) "
+            "only: this is plain SGD"
+        )
+    if hyper.warmup_epochs >= hyper.epochs:
+        found.append(
+            f"the training ends before its warm-up does (training.epochs={hyper.epochs}, training.warmup_epochs="
+            f"{hyper.warmup_epochs:g}), at a learning rate of {learning_rate(settings, global_batch, hyper.epochs):g}; "
+            "shorten the warm-up, or train longer"
+        )
+    return found
+
+
+def _notes_on_the_rate(settings: Settings, global_batch: int, ranks: int) -> list[str]:
     method = settings.method
     tuned_for = f"tuned for {method.small_batch} (method.small_batch)"
     if method.kind.scales_gradients and settings.training.optimizer is OptimizerKind.adamw:

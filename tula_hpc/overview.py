@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from tula_hpc.control.lease import holder_of
@@ -44,7 +45,7 @@ def overview(runs: list[RunFolder]) -> Table:
         table.add_column(header, overflow="fold")
     for run in runs:
         summary = summarise(run)
-        table.add_row(*(getattr(summary, field) for field in Summary.__dataclass_fields__))
+        table.add_row(*(escape(getattr(summary, field)) for field in Summary.__dataclass_fields__))
     return table
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import hashlib
 import json
 import platform
+from pathlib import Path
 from typing import Any
 
 from tula_hpc import imports
 from tula_hpc.config import ClusterKind, MethodKind, Settings, to_plain
+from tula_hpc.errors import TulaError
 from tula_hpc.runs import software_versions
 
 
@@ -39,7 +41,33 @@ def _own_code(settings: Settings) -> list[str]:
     """Hashes of the user's own files that model, data set and loss come from; what those import is not followed."""
     targets = [str(node.get("_target_", "")) for node in _targets(settings)]
     files = [imports.own_source(target) for target in targets]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None]
+    return [file_hash(file) for file in files if file is not None]
+
+
+def file_hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def own_code(settings: Settings) -> dict[str, str]:
+    """Import path of model, data set or loss -> hash of the file, for those that come from the user's own files."""
+    targets = [str(node.get("_target_", "")) for node in _targets(settings)]
+    return {target: file_hash(file) for target in targets if (file := imports.own_source(target)) is not None}
+
+
+def refuse_changed_code(known: dict[str, str], of: Path) -> None:
+    """Compare the user's files with what `own_code` said of them. A file that is not found here, as inside a container
+    that has it installed, is passed over.
+
+    Raises:
+        TulaError: If one has changed.
+    """
+    files = {target: imports.own_source(target) for target in known}
+    changed = {str(file) for target, file in files.items() if file is not None and file_hash(file) != known[target]}
+    if changed:
+        raise TulaError(
+            f"{' and '.join(sorted(changed))} changed since {of} began, which goes on with the file as it was; put "
+            "that back, or give the run's command again: with the new file it begins a run of its own"
+        )
 
 
 def _targets(settings: Settings) -> list[dict[str, Any]]:

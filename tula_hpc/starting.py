@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tula_hpc.checks import check, data_is_missing
-from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, to_plain
+from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, read_plain_settings, to_plain
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder
@@ -88,6 +88,9 @@ def control(
                 raise
         except KeyboardInterrupt:
             display.close()
+            if scheduler.one_host:
+                display.say("the jobs of this machine end, a training saves before; another Ctrl-C ends it at once")
+            scheduler.close()
             jobs = "the jobs of this machine have ended" if scheduler.one_host else "its jobs in Slurm go on"
             display.say(
                 f"detached from the run; {jobs}. The same command goes on from here, and so does: "
@@ -149,17 +152,18 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
         with controlling(run):  # one submission at a time
             job = away.queued_controller(run)
             _uncancel(run, command, display)
+            Controller(settings, run, scheduler_of(settings, run), display, command).write_down_the_run()
             if job is None:
-                Controller(settings, run, scheduler_of(settings, run), display, command).write_down_the_run()
                 job_id = away.submit_controller(settings, run)
                 display.say(f"the controller is Slurm job {job_id}; this command is not needed any more")
-            else:
+            else:  # it reads the settings when it begins
                 display.say(f"the controller is Slurm job {job.job_id} ({job.state.value}) already; none was submitted")
     except RunIsHeld:
         job = away.queued_controller(run)
         if job is None:
             raise
         display.say(f"the controller is Slurm job {job.job_id} ({job.state.value}) already; none was submitted")
+        _refuse_other_settings(settings, run)
     for verb, meaning in (
         ("status", "where it is"),
         ("attach", "watch it"),
@@ -168,6 +172,26 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
     ):
         display.say(f"  {shown(verb, str(run.path))}   # {meaning}")
     display.say(f"run folder: {run.path}")
+
+
+def _refuse_other_settings(settings: Settings, run: RunFolder) -> None:
+    """A controller at work goes on with what it began with.
+
+    Raises:
+        TulaError: If other settings are wanted now.
+    """
+    now, wanted = read_plain_settings(run), to_plain(settings)
+    other = [
+        f"{group}.{key}={new}" if isinstance(wanted[group], dict) else f"{group}={wanted[group]}"
+        for group in wanted
+        for key, new in (wanted[group].items() if isinstance(wanted[group], dict) else [("", wanted[group])])
+        if new != (now.get(group, {}).get(key) if isinstance(wanted[group], dict) else now.get(group))
+    ]
+    if other:
+        raise TulaError(
+            f"it is at work with other settings, and {', '.join(other)} is not in effect; to have that, "
+            f"{shown('cancel', str(run.path))}, and give this command again: nothing that is measured is lost"
+        )
 
 
 def refuse_what_cannot_work(settings: Settings) -> None:

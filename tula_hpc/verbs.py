@@ -16,6 +16,7 @@ from tula_hpc.display import Display, accuracy_or_loss, candidates_table, durati
 from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
+from tula_hpc.signatures import refuse_changed_code
 from tula_hpc.starting import RunCancelled, control, shown
 
 # How long a controller may take to leave a run that was cancelled; it looks at its jobs more often than that.
@@ -142,6 +143,7 @@ def _as_it_was_begun(run: RunFolder) -> tuple[Settings, list[str]]:
             f"{run.path} was begun in {folder}, and its paths are relative to that: {error.strerror}"
         ) from None
     sys.path.insert(0, folder)
+    refuse_changed_code(plan.get("own_code", {}), run.path)
     return read_settings(run), plan["command"]
 
 

@@ -56,7 +56,7 @@ def jobs_of(run: RunFolder) -> list[Queued]:
     answer = answer_of("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T|%j")
     if answer is None:
         raise SchedulerSilent("Slurm does not answer (squeue), so nobody knows which jobs of the run it has; try again")
-    ours = re.compile(rf"{re.escape(run.tag)}-((profile|train)-n\d+-[0-9a-f-]+|controller)")
+    ours = re.compile(rf"{re.escape(run.tag)}-((profile|probe|train)-n\d+-[0-9a-f-]+|controller)")
     found = []
     for job_id, state, name in rows(answer, 3):
         if ours.fullmatch(name) and slurm_state(state).active and state != "COMPLETING":
@@ -220,7 +220,7 @@ def _time_limit_min(settings: Settings, controller: ControllerSettings) -> int:
 
 
 def _script(settings: Settings, run: RunFolder) -> str:
-    python = settings.cluster.python or shlex.quote(sys.executable)
+    python = settings.controller.python or shlex.quote(sys.executable)
     # exec, so that signals to the batch shell reach the controller
     command = f"exec {python} -u -m tula_hpc attach {shlex.quote(str(run.path))}"
     return "\n".join(["#!/bin/bash", *settings.cluster.setup, command]) + "\n"

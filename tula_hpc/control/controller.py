@@ -42,6 +42,7 @@ from tula_hpc.models.search import Round, SearchMode, next_round
 from tula_hpc.models.selection import Selection, select
 from tula_hpc.prices import in_words, prices_of
 from tula_hpc.runs import RunFolder, read_json, software_versions, write_json, write_text
+from tula_hpc.signatures import own_code
 
 
 @dataclass
@@ -111,6 +112,7 @@ class Controller:
                     **signatures_record(self.settings),
                     "command": self.command,
                     "working_dir": os.getcwd(),
+                    "own_code": own_code(self.settings),
                     "runs_on": self.scheduler.name,
                     "software": software_versions(),
                     "started": time.time(),
@@ -235,7 +237,9 @@ class Controller:
             )
         for line in lines:
             self.display.say(f"{self.scheduler.name} would not accept a job, which is left out: {line}")
-        self._refused |= {candidate for i in refused for candidate in parts[i].candidates}
+        left_out = {candidate for i in refused for candidate in parts[i].candidates}
+        self._refused |= left_out
+        self.shared.give_back(left_out)
         return [part for i, part in enumerate(parts) if i not in refused]
 
     def _wait_for_room(self, limit: SubmissionLimited) -> None:

@@ -19,6 +19,7 @@ from tula_hpc.display import duration
 from tula_hpc.errors import RecordError, SchedulerSilent, SubmissionLimited, SubmissionUnknown
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
+from tula_hpc.signatures import own_code
 
 TRAIN, PROBE = "train", "probe"
 ROOM_PATIENCE_S = 600.0
@@ -76,6 +77,7 @@ class Jobs:
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Last heartbeat of each running attempt, and when it was first seen."""
         self._points: dict[tuple[str, int], dict[str, Any]] = {}
+        self._own_code = own_code(settings)
 
     def request(
         self,
@@ -243,6 +245,7 @@ class Jobs:
                 "time_limit_min": time_limit_min,
                 "ranks_on_host": candidate.world_size if self._scheduler.one_host else candidate.gpus_per_node,
                 "working_dir": os.getcwd(),
+                "own_code": self._own_code,
             },
         )
 

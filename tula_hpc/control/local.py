@@ -16,10 +16,13 @@ from typing import IO
 from tula_hpc.config import Settings
 from tula_hpc.control.scheduler import JobRequest, Seen, tail
 from tula_hpc.control.verdicts import QueueState
+from tula_hpc.ranks.signs import warning_before_end_s
 from tula_hpc.runs import AttemptFolder
 
 # How long the ranks that are left may take to report, once one has failed.
 LAST_WORDS_S = 3.0
+SAVED_WITHIN_S = 30.0
+"""How long a training that is told to end may take to come to the end of its step and save."""
 
 
 @dataclass
@@ -27,6 +30,9 @@ class _Job:
     attempt: AttemptFolder
     num_ranks: int
     time_limit_min: int | None
+    saves: bool
+    """Whether it saves when it is told that it will be ended."""
+    told: bool = False
     state: QueueState = QueueState.pending
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     logs: list[IO[bytes]] = field(default_factory=list)
@@ -51,7 +57,7 @@ class LocalScheduler:
         for attempt in request.attempts:
             job_id = f"local-{uuid.uuid4().hex[:12]}"
             ranks = request.num_nodes * request.ranks_per_node
-            self._jobs[job_id] = _Job(attempt, ranks, request.time_limit_min)
+            self._jobs[job_id] = _Job(attempt, ranks, request.time_limit_min, saves=not request.measures)
             ids.append(job_id)
         return ids
 
@@ -99,7 +105,17 @@ class LocalScheduler:
         return "\n".join(tail(log.read_text(errors="replace")) for log in logs)
 
     def close(self) -> None:
-        self.cancel(list(self._jobs))
+        """End all jobs; a training saves before, unless it is interrupted in that."""
+        try:
+            for job in self._jobs.values():
+                if job.state is QueueState.running and job.saves:
+                    self._tell(job)
+                    deadline = time.monotonic() + SAVED_WITHIN_S
+                    # the first rank that ends is the one that saves; the others wait for it
+                    while all(p.poll() is None for p in job.processes) and time.monotonic() < deadline:
+                        time.sleep(0.05)
+        finally:
+            self.cancel(list(self._jobs))
 
     def _start(self, job_id: str, job: _Job) -> None:
         threads = str(self._settings.cluster.cpus_per_rank)
@@ -143,8 +159,19 @@ class LocalScheduler:
                 # nobody but the kernel's memory killer sends SIGKILL to a rank that is not being ended by us
                 killed = -signal.SIGKILL in codes
                 self._end(job, QueueState.out_of_memory if killed else QueueState.failed)
-        elif job.time_limit_min is not None and time.monotonic() - job.started > 60 * job.time_limit_min:
-            self._end(job, QueueState.timeout)
+        elif job.time_limit_min is not None:
+            left_s = 60 * job.time_limit_min - (time.monotonic() - job.started)
+            if left_s < 0:
+                self._end(job, QueueState.timeout)
+            elif job.saves and not job.told and left_s < warning_before_end_s(job.time_limit_min):
+                self._tell(job)
+
+    @staticmethod
+    def _tell(job: _Job) -> None:
+        """That it will be ended, as Slurm does."""
+        job.told = True
+        for process in job.processes:
+            process.send_signal(signal.SIGUSR2)
 
     def _end(self, job: _Job, state: QueueState) -> None:
         for process in job.processes:

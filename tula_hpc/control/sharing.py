@@ -4,17 +4,19 @@ Who measures a point says so first, by a claim below `<run_root>/.points/<measur
 type of node has the signature of a run that has only this type, and the candidate is named as in such a run: runs share
 points whatever they call the type. Claims are numbered and the newest one counts: it holds while the run it names is
 being worked on, or its controller job waits to go on with the point, and has not failed at it. One that holds no longer
-is followed by the next number, which only one of several runs can make; nothing is removed.
+is followed by the next number, which only one of several runs can make; nothing is removed. A run that cannot submit
+what it has claimed makes a claim of nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +98,10 @@ class SharedPoints:
         folder = self._claims(candidate)
         number = max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
         try:
-            return number, RunFolder(self._run.path.parent / read_json(folder / f"{number}.json")["run"])
+            claimant = read_json(folder / f"{number}.json")["run"]
         except (RecordError, PermissionError):
             return number, None
+        return number, None if claimant is None else RunFolder(self._run.path.parent / claimant)
 
     def _may_measure(self, candidate: Candidate) -> bool:
         try:
@@ -117,15 +120,28 @@ class SharedPoints:
                 self._is_measuring(claimant, [candidate]) or self._has_result(claimant, candidate)
             ):
                 return False
-            mine = folder / f".{uuid.uuid4().hex}"
-            write_json(mine, {"run": self._run.path.name, "time": time.time()})
-            try:
-                os.link(mine, folder / f"{number + 1}.json")  # of several runs one succeeds; the others look again
+            if self._make_claim(folder, number + 1, self._run.path.name):  # else another was faster; look again
                 return True
-            except FileExistsError:
-                continue
-            finally:
-                mine.unlink()
+
+    def _make_claim(self, folder: Path, number: int, run: str | None) -> bool:
+        """Whether the claim of this number could be made; of several runs one succeeds."""
+        mine = folder / f".{uuid.uuid4().hex}"
+        write_json(mine, {"run": run, "time": time.time()})
+        try:
+            os.link(mine, folder / f"{number}.json")
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink()
+        return True
+
+    def give_back(self, candidates: Collection[Candidate]) -> None:
+        """Let others measure what this run has claimed and cannot submit: a claim of nobody follows."""
+        for candidate in candidates:
+            with contextlib.suppress(PermissionError):
+                number, claimant = self._newest(candidate)
+                if claimant is not None and claimant.path == self._run.path:
+                    self._make_claim(self._claims(candidate), number + 1, None)
 
     def _are_in_progress(self, candidates: list[Candidate]) -> bool:
         """Whether others measure all of the candidates; each of those runs is looked at once."""

@@ -211,6 +211,8 @@ class SlurmScheduler:
 def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str, Any]:
     """The parameters of a request in submitit's words. Exactly one form of each resource, unset ones left out."""
     memory_gib = request.memory_gib or cluster.memory_gib
+    further = dict(cluster.sbatch)
+    always_excluded = [str(hosts) for hosts in [further.pop("exclude", None)] if hosts]
     parameters: dict[str, Any] = {
         "job_name": request.tag,
         "comment": request.tag,
@@ -223,7 +225,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         "ntasks_per_node": request.ranks_per_node,
         "cpus_per_task": cluster.cpus_per_rank,
         "mem": None if memory_gib is None else f"{round(memory_gib * 1024)}M",
-        "exclude": ",".join(request.excluded_hosts) or None,
+        "exclude": ",".join([*request.excluded_hosts, *always_excluded]) or None,
         "array_parallelism": request.max_running,
         "signal_delay_s": warning_before_end_s(request.time_limit_min),
         "stderr_to_stdout": True,
@@ -231,7 +233,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         # one failing rank ends the job; some Slurm versions do not pass the number of cores on to srun
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_rank}", *cluster.srun_args],
         # the controller relaunches; two owners of that decision would run the job twice
-        "additional_parameters": {"no_requeue": True, **cluster.sbatch},
+        "additional_parameters": {"no_requeue": True, **further},
         "exclusive": True if request.measures and cluster.exclusive_profiling else None,
     }
     if cluster.gpus_per_node > 0 and cluster.gpu_request is not GpuRequest.none:

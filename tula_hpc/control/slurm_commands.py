@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tula_hpc.config import ClusterSettings, PricingKind, Settings
+from tula_hpc.errors import SchedulerSilent
 
 COMMAND_TIMEOUT_S = 60.0
 CONFIG_RETRY_S = 60.0
@@ -71,11 +72,21 @@ def rows(text: str, num_fields: int) -> list[list[str]]:
 
 
 def answers() -> tuple[bool, str]:
-    """Whether a Slurm controller can be reached from here, and the sentence that says so."""
+    """Whether a Slurm controller can be reached from here, and the sentence that says so.
+
+    Raises:
+        SchedulerSilent: If there is one that does not answer: a run that began with it would go on without.
+    """
     if shutil.which("sbatch") is None:
         return False, "no sbatch on this machine"
-    if " UP" not in (answer_of("scontrol", "ping") or ""):
-        return False, "sbatch is here, but no Slurm controller answers"
+    ping = ask("scontrol", "ping")
+    if ping is None or (" DOWN" in ping.stdout and " UP" not in ping.stdout):
+        raise SchedulerSilent(
+            "Slurm's controller does not answer (scontrol ping), so cluster=auto cannot tell where jobs go; try again, "
+            "or say cluster=slurm or cluster=local"
+        )
+    if " UP" not in ping.stdout:
+        return False, "sbatch is here, but no Slurm is configured"
     return True, f"{(answer_of('sbatch', '--version') or 'Slurm').strip()} answers"
 
 

@@ -22,6 +22,7 @@ from tula_hpc.config import from_plain
 from tula_hpc.errors import RecordError, TulaError
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.runs import AttemptFolder, read_json, write_json
+from tula_hpc.signatures import refuse_changed_code
 
 if TYPE_CHECKING:
     from tula_hpc.ranks.launch import Rank
@@ -170,6 +171,7 @@ def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: Ea
     from tula_hpc.ranks.profiling import profile
     from tula_hpc.ranks.training import set_precision, train
 
+    refuse_changed_code(request.get("own_code", {}), attempt.run.path)
     settings = from_plain(request["settings"])
     candidate = Candidate.from_record(request)
     if me.world_size != candidate.world_size:

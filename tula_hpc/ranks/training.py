@@ -87,7 +87,7 @@ def train(
     own = ForwardTimes(inner_module(model), device, run.forward_times(me.rank), me, FIRST_STEPS)
     pace = Pace(hyper.epochs * candidate.steps_per_epoch(num_samples), FIRST_STEPS, own.close_window)
 
-    first_epoch, samples_in_epoch = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
+    first_epoch, samples_in_epoch, spent_s = _restore(checkpoints.load_latest(run.checkpoints), model, optimizer)
     if me.is_first:
         _keep_metrics_before(run, first_epoch)
         checkpoints.forget_unfinished(run.checkpoints)
@@ -96,6 +96,7 @@ def train(
     if hyper.trace_gradients and me.is_first:
         trace = GradientTrace(run.gradients, optimizer, candidate.global_batch, samples_at_start)
     writer = _tensorboard(run) if me.is_first else None
+    settled = False
     saved_at = shown_at = time.monotonic()
     start = {
         "samples_at_start": samples_at_start,
@@ -107,7 +108,8 @@ def train(
     def save(epoch: int, samples_in_epoch: int) -> None:
         if trace is not None:  # before the checkpoint: what goes on from there has the rows of all steps up to it
             trace.write()
-        _save(run, epoch, samples_in_epoch, num_samples, candidate, model, optimizer)
+        epoch_s = spent_s + time.monotonic() - epoch_began if samples_in_epoch else 0.0
+        _save(run, epoch, samples_in_epoch, epoch_s, num_samples, candidate, model, optimizer)
 
     def leave_if_warned(samples_in_epoch: int) -> None:
         if me.is_first and warning.is_set():
@@ -141,7 +143,7 @@ def train(
         local = averaging is not None and epoch >= methods.local_from_epoch(settings)
         # called directly, the module inside DDP neither averages gradients nor broadcasts buffers
         replica = inner_module(model) if local else model
-        torch.manual_seed((hyper.seed * 10_007 + epoch) * 10_007 + me.rank)
+        torch.manual_seed(((hyper.seed * 10_007 + epoch) * 10_007 + me.rank) % 2**63)
         sampler.set_epoch(epoch)
         sampler.seen = samples_in_epoch
         model.train()
@@ -191,8 +193,10 @@ def train(
                 sums += tally(outputs, targets, loss, top=(1,))
             samples_in_epoch = seen_after
             steps += 1
-            if epoch == first_epoch and steps == FIRST_STEPS and left_after >= FIRST_STEPS * candidate.batch_per_rank:
+            enough_left = left_after >= FIRST_STEPS * candidate.batch_per_rank
+            if not settled and epoch == first_epoch and steps == FIRST_STEPS and enough_left:
                 timed_since, steps, data_wait_s = _now(device), 0, 0.0
+                settled = True
             pace.step(waited_s)
             if me.is_first and time.monotonic() - shown_at > PROGRESS_EVERY_S:
                 shown_at = time.monotonic()
@@ -228,12 +232,13 @@ def train(
             "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
             "data_wait_s": data_wait_s / steps if steps else math.nan,
             "memory_gib": float(memory_gib),
-            "train_s": trained_at - epoch_began,
-            "epoch_s": time.monotonic() - epoch_began,
+            # with what an interrupted start of the epoch took
+            "train_s": spent_s + trained_at - epoch_began,
+            "epoch_s": spent_s + time.monotonic() - epoch_began,
             **(optimizer.statistics() if isinstance(optimizer, TulaOptimizer | BoundedOptimizer) else {}),
             **sharpness(),
         }
-        samples_in_epoch = 0
+        samples_in_epoch, spent_s = 0, 0.0
         if me.is_first:
             _append_metrics(run, line)
             _draw(writer, line)
@@ -295,8 +300,9 @@ class RemainingSampler(DistributedSampler):
         share = math.ceil((self._num_samples - self.seen) / self.num_replicas)
         rest = (order[self.seen :] + order)[: share * self.num_replicas]
         mine = rest[self.rank :: self.num_replicas]
-        # BatchNorm refuses a batch of one
-        return iter(mine[:-1] if share > 1 and share % self._batch_per_rank == 1 else mine)
+        # BatchNorm refuses a batch of one; a whole epoch of one sample is left to the model
+        one_is_left = share % self._batch_per_rank == 1 and (share > 1 or self.seen > 0)
+        return iter(mine[:-1] if one_is_left else mine)
 
 
 @torch.no_grad()
@@ -332,19 +338,23 @@ def evaluate(
     return {"test_loss": loss_sum / count, "test_top1": 100 * top1_sum / count, "test_top5": 100 * top5_sum / count}
 
 
-def _restore(state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Put a checkpoint into model and optimizer; returns the epoch to go on in and the samples of it already seen."""
+def _restore(
+    state: dict[str, Any] | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, int, float]:
+    """Put a checkpoint into model and optimizer; returns the epoch to go on in, the samples of it already seen, and the
+    seconds they took."""
     if state is None:
-        return 0, 0
+        return 0, 0, 0.0
     inner_module(model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return int(state["epoch"]), int(state["samples_in_epoch"])
+    return int(state["epoch"]), int(state["samples_in_epoch"]), float(state.get("epoch_s", 0.0))
 
 
 def _save(
     run: RunFolder,
     epoch: int,
     samples_in_epoch: int,
+    epoch_s: float,
     epoch_samples: int,
     candidate: Candidate,
     model: torch.nn.Module,
@@ -353,6 +363,7 @@ def _save(
     state = {
         "epoch": epoch,
         "samples_in_epoch": samples_in_epoch,
+        "epoch_s": epoch_s,
         "global_batch": candidate.global_batch,
         "num_nodes": candidate.num_nodes,
         "model": inner_module(model).state_dict(),
@@ -390,6 +401,7 @@ def _write_result(
     lines = run.read_metrics()
     # an earlier attempt may have trained with a larger batch, or on other nodes
     same = [x for x in lines if (x["global_batch"], x["num_nodes"]) == (candidate.global_batch, candidate.num_nodes)]
+    timed = [line["step_time_s"] for line in same if line["step_time_s"] is not None]
     # where targets are no classes there is no accuracy, and a loss that was not finite is null
     known = [line for line in lines if line["test_top1"] is not None]
     best = max(known, key=lambda line: line["test_top1"], default=lines[-1])
@@ -407,7 +419,7 @@ def _write_result(
             "train_top1": lines[-1]["train_top1"],
             "best_test_top1": best["test_top1"],
             "best_epoch": best["epoch"],
-            "step_time_s": statistics.median([x["step_time_s"] for x in same if x["step_time_s"] is not None] or [0.0]),
+            "step_time_s": statistics.median(timed) if timed else None,
             "train_s": sum(line["epoch_s"] for line in lines),
             "memory_gib": lines[-1]["memory_gib"],
             "last_attempt_s": time.time() - began,
