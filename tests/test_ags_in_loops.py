@@ -252,10 +252,11 @@ def test_a_scheduler_on_the_wrapper_reaches_the_inner_optimizer():
     assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_copies_go_on_alike():
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_copies_go_on_alike(granularity):
     """A deep copy and a pickled copy of model and optimizer train as the original does, with scheduler and hooks."""
     model = small_net()
-    optimizer = tula(model)
+    optimizer = tula(model, granularity=granularity, gate="off")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     optimizer.register_step_pre_hook(lambda *args: None)
     train(model, optimizer, 4, refresh_every=2, scheduler=scheduler)

@@ -91,7 +91,7 @@ class Scales:
     branch on the host.
     """
 
-    def __init__(self, parameters: list[Tensor], granularity: Granularity):
+    def __init__(self, parameters: list[Tensor], granularity: Granularity, excess: list[Tensor] | None = None):
         self.parameters = parameters
         self.granularity = granularity
         self._mean: Tensor | None = None
@@ -102,6 +102,12 @@ class Scales:
         self._written_out: tuple[Tensor, Tensor] | None = None  # of the small tensors: excess, and where to take it
         if granularity in ("channel", "tensor"):
             self._share_out()
+        if excess is not None:
+            self.hold(excess)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Shared out again: views that plain pickle reads back have storages of their own, which `hold` does not reach.
+        return type(self), (self.parameters, self.granularity, self.excess)
 
     def each(self, vector: Tensor) -> list[Tensor]:
         """The part of a vector of channels, tensors or one that belongs to each parameter; broadcasts with it."""
