@@ -349,6 +349,22 @@ def test_added_groups_are_trained_and_later_scaled():
     assert set(optimizer.state_dict()["ags"]["scales"]) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("granularity", list(SCALES))
+def test_a_group_added_after_a_refresh_is_not_scaled_before_the_next(granularity, fused):
+    """Whatever the granularity, and whether the inner optimizer's kernel multiplies or we do."""
+    model = small_net()
+    inner = SGD(model[0].parameters(), lr=0.1, fused=fused)
+    optimizer = TulaOptimizer(inner, global_batch=BATCH, small_batch=4, granularity=granularity, gate="off")
+    train(model, optimizer, 1, refresh_every=1)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    nn.functional.cross_entropy(model(data()[0]), data()[1]).backward()
+    steps = [layer.weight.detach() - 0.1 * layer.weight.grad for layer in (model[0], model[2])]
+    optimizer.step()
+    assert not torch.allclose(model[0].weight, steps[0])
+    torch.testing.assert_close(model[2].weight, steps[1])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -196,11 +196,20 @@ class TulaOptimizer(WrappedOptimizer):
         if common is None:
             assert self._scales is not None
             self._scales.scale(gate_open)
-        elif multiplies_by_itself(self.optimizer):
-            return common
-        elif grads := [p.grad for p in self._parameters(scaled_only=True) if p.grad is not None]:
-            torch._foreach_mul_(grads, common)
+        else:
+            grads = [p.grad for p in self._commonly_scaled() if p.grad is not None]
+            everything = [p.grad for p in self._parameters() if p.grad is not None]
+            if multiplies_by_itself(self.optimizer) and _same(grads, everything):
+                return common
+            if grads:
+                torch._foreach_mul_(grads, common)
         return None
+
+    def _commonly_scaled(self) -> list[Tensor]:
+        """The parameters that a common factor is for: those it was measured on, a static one all that may be scaled."""
+        if self.static_scale is not None or self._scales is None:
+            return self._parameters(scaled_only=True)
+        return self._scales.parameters
 
     def _common_factor(self, gate_open: Tensor | None) -> Tensor | float | None:
         """What multiplies all gradients alike, a number or of shape (); None if there is no such factor."""
