@@ -332,6 +332,25 @@ def test_grad_scaler_unscales_first_and_skips_overflows():
     assert torch.equal(model[0].weight, scaled_model[0].weight)
 
 
+def test_a_refresh_whose_step_is_skipped_is_due_again():
+    """An overflow, as GradScaler's first steps have them, does not cost a whole period without new scales."""
+    model = small_net()
+    optimizer = tula(model, refresh_every=3)
+    scaler = torch.amp.GradScaler("cpu")
+    refreshed = []
+    for batch in range(7):
+        inputs, targets = data(batch)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(inputs), targets) * (math.inf if batch < 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        if optimizer.refresh_due:
+            refreshed.append(batch)
+            optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+        scaler.step(optimizer)
+        scaler.update()
+    assert refreshed == [0, 1, 2, 5]
+
+
 def test_a_fused_inner_optimizer_does_not_take_over_unscaling():
     """GradScaler must hand AGS true gradients, so the wrapper hides the inner optimizer's own unscaling."""
     inner = SGD(small_net().parameters(), lr=0.1, fused=True)

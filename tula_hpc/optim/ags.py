@@ -174,6 +174,7 @@ class TulaOptimizer(WrappedOptimizer):
         if self._pending is not None and self._scales is not None:
             self._scales.hold(self._pending)
             self._pending = None
+            self._next_refresh = self._steps - 1 + self.refresh_every if self.refresh_every else None
         return loss
 
     def _scale_gradients(self) -> Tensor | float | None:
@@ -236,7 +237,8 @@ class TulaOptimizer(WrappedOptimizer):
     def refresh_due(self) -> bool:
         """Whether `refresh` should be called at the coming step, by `refresh_every` and `first_refresh`.
 
-        True until `refresh` has measured: a batch too short for it postpones it.
+        True until a `step()` follows a `refresh` that measured. A batch too short for it postpones it, and so does an
+        overflow, which voids what was measured and makes GradScaler skip the step: asking the device would be waiting.
         """
         measures = self.active and self.static_scale is None
         return measures and self._next_refresh is not None and self._steps >= self._next_refresh
@@ -277,6 +279,7 @@ class TulaOptimizer(WrappedOptimizer):
             return
         if self._scales is None or not _same(parameters, self._scales.parameters):
             self._scales, self._meter.averages = None, None
+        self._pending = None  # there is one if the step after the last refresh was skipped
         batch = None if model is None or loss_fn is None else SubBatchPass(model, loss_fn, inputs, targets)
         measured = self._meter.measure(parameters, self.global_batch, self.small_batch, batch, loss_scale)
         if measured is None:
@@ -287,7 +290,6 @@ class TulaOptimizer(WrappedOptimizer):
         excess = torch._foreach_sub(found, 1.0)
         held = self._scales.excess or [torch.zeros_like(e) for e in excess]
         self._pending = [torch.where(usable, new, old) for new, old in zip(excess, held, strict=True)]
-        self._next_refresh = self._steps + self.refresh_every if self.refresh_every else None
 
     @torch.no_grad()
     def observe_microbatch(self, num_microbatches: int) -> None:
