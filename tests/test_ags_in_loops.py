@@ -213,6 +213,19 @@ def test_save_reload_replay_gives_the_same_weights(options):
     assert 0 < fresh.statistics()["scaled_fraction"] < 1
 
 
+def test_an_only_refresh_is_not_due_again_after_a_restart():
+    """Where `first_refresh` is given alone; a checkpoint of before it asks for it still."""
+    model = small_net()
+    optimizer, fresh = (tula(model, first_refresh=1) for _ in range(2))
+    train(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 1, refresh_every=1)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert not fresh.refresh_due
+    fresh.load_state_dict(before)
+    assert fresh.refresh_due
+
+
 @pytest.mark.parametrize("change", [{"global_batch": 32}, {"small_batch": 2}, {"granularity": "tensor"}])
 def test_a_state_of_another_geometry_drops_norm_and_scale(change):
     """A relaunch at another batch starts with scale 1, yet keeps the momentum and the count of steps."""

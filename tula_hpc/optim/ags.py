@@ -124,6 +124,7 @@ class TulaOptimizer(WrappedOptimizer):
         self.global_batch = global_batch
         self.small_batch = small_batch
         self.refresh_every = refresh_every
+        self.first_refresh = first_refresh
         self.static_scale = static_scale
         self._gate = Gate(gate, delta_threshold, delta_smoothing)
         self._meter = Meter(
@@ -432,6 +433,8 @@ class TulaOptimizer(WrappedOptimizer):
             self._next_refresh = min(saved["next_refresh"], self._steps + self.refresh_every)
         if any(saved[key] != value for key, value in self._geometry().items()):
             return
+        if self.refresh_every is None and self.first_refresh is not None:
+            self._next_refresh = saved["next_refresh"]  # None: it was done
         device = parameters[0].device
 
         def loaded(value: Any) -> Any:
