@@ -96,6 +96,16 @@ def test_each_group_has_its_own_rate_and_can_be_left_alone():
     assert alone.detach() == pytest.approx(0.5)
 
 
+def test_a_gradient_enters_the_momentum_as_it_is_at_rate_zero():
+    """No step is no short step: a warm-up from 0 would begin with gradients that are lengthened tenfold."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = bounded([weight], lr=0.0, momentum=0.9)
+    weight.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"] == pytest.approx(1.0)
+    assert optimizer.statistics() == {"mean_scale": 1.0, "raised_fraction": 0.0, "lowered_fraction": 0.0}
+
+
 @pytest.mark.parametrize("begin", ["vector", "zero"])
 def test_vectors_and_tensors_at_zero_take_the_whole_models_scale(begin: str):
     """A share of weights that are nothing yet would be no step at all."""

@@ -45,7 +45,8 @@ TINY = 1e-12
 
 
 class BoundedOptimizer(WrappedOptimizer):
-    """An SGD that steps with bounded gradients. Parameter groups with `ags=False` are left as they are.
+    """An SGD that steps with bounded gradients. Parameter groups with `ags=False` are left as they are and do not
+    count, nor do those whose `lr` is the number 0, as a warm-up may begin: there is no step to bound.
 
     `step()` multiplies `.grad` in place and never waits for the device. It keeps nothing from one step to the next, so
     all ranks of DDP, which have the same gradients, take the same step. Gradients must not be multiplied by a loss
@@ -108,10 +109,11 @@ class BoundedOptimizer(WrappedOptimizer):
         groups = [
             ([p for p in group["params"] if p.grad is not None], group["lr"])
             for group in self.param_groups
-            if group.get("ags", True)
+            if group.get("ags", True) and not _is_zero(group["lr"])
         ]
         groups = [(members, lr) for members, lr in groups if members]
         if not groups:
+            self._scales = None
             return
         parameters = [p for members, _ in groups for p in members]
         found: list[Any] = [p.grad for p in parameters]
@@ -149,7 +151,7 @@ class BoundedOptimizer(WrappedOptimizer):
     @property
     def mean_scale(self) -> Tensor | float:
         """Mean over all elements of what the last step's gradients were multiplied by: a number, or of shape () on the
-        device. 1 before the first step."""
+        device. 1 where nothing was multiplied, as before the first step."""
         if self._scales is None or self._sizes is None:
             return 1.0
         return torch.dot(self._scales, self._sizes) / self._sizes.sum()
@@ -178,6 +180,11 @@ class BoundedOptimizer(WrappedOptimizer):
 
     def _forget(self) -> None:
         pass
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    """Never of a rate in a tensor, which may lie on the device."""
+    return not isinstance(lr, Tensor) and lr == 0
 
 
 class _Layout(NamedTuple):
