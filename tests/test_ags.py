@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import namedtuple
 
 import pytest
 import torch
@@ -465,6 +466,15 @@ def test_refresh_takes_nested_inputs():
     optimizer.refresh(model, loss, {"x": (inputs,)}, [targets])
     optimizer.step()
     assert optimizer.statistics()["mean_scale"] > 1.0
+
+
+def test_samples_of_a_named_tuple_are_one_again():
+    """Its constructor takes the tensors one by one, unlike a tuple's."""
+    batch = namedtuple("Batch", "images masks")(torch.arange(4), torch.arange(4) > 1)
+    taken = reference.take(batch, torch.tensor([2]))
+    assert type(taken) is type(batch)
+    assert taken.images.tolist() == [2]
+    assert taken.masks.tolist() == [True]
 
 
 def test_a_batch_too_small_for_a_sub_batch_keeps_the_scale():

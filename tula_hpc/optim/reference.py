@@ -27,14 +27,15 @@ def random_subset(num_items: int, size: int, seed: int) -> Tensor:
 
 
 def take(batch: Any, index: Tensor) -> Any:
-    """The samples at `index` of a tensor, or of the tensors in a tuple, list or dict."""
+    """The samples at `index` of a tensor, or of the tensors in a tuple (also a named one), list or dict."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cuda" and not index.is_cuda:
             index = index.pin_memory()  # else the copy waits for all that the device has still to do
         return batch.index_select(0, index.to(batch.device, non_blocking=True))
     if isinstance(batch, dict):
         return {key: take(value, index) for key, value in batch.items()}
-    return type(batch)(take(value, index) for value in batch)
+    taken = [take(value, index) for value in batch]
+    return type(batch)(*taken) if hasattr(batch, "_fields") else type(batch)(taken)
 
 
 def batch_size(batch: Any) -> int:
