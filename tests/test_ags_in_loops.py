@@ -456,7 +456,7 @@ def test_adam_is_warned_of():
 
 
 def test_what_cannot_be_scaled_is_refused():
-    """LBFGS, sparse gradients, several devices and sharded parameters are refused, with the way out."""
+    """LBFGS, sparse and complex gradients, several devices and sharded parameters are refused, with the way out."""
     with pytest.raises(ValueError, match="LBFGS"):
         TulaOptimizer(torch.optim.LBFGS(small_net().parameters()), global_batch=16, small_batch=4)
     embedding = nn.Embedding(4, 2, sparse=True)
@@ -464,6 +464,10 @@ def test_what_cannot_be_scaled_is_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+    complex_weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    complex_weight.grad = torch.ones_like(complex_weight)
+    with pytest.raises(ValueError, match="view_as_real"):
+        TulaOptimizer(SGD([complex_weight], lr=0.1), global_batch=16, small_batch=4).step()
     spread = [nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")]
     for p in spread:
         p.grad = torch.ones_like(p)

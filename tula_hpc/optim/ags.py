@@ -89,7 +89,7 @@ class TulaOptimizer(WrappedOptimizer):
 
     Raises:
         ValueError: On settings that contradict each other, sharded parameters (FSDP), and on LBFGS; by `step` and
-            `refresh` on sparse gradients and gradients of several devices.
+            `refresh` on sparse and complex gradients and gradients of several devices.
     """
 
     own_key = "ags"

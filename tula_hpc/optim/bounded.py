@@ -65,8 +65,8 @@ class BoundedOptimizer(WrappedOptimizer):
         bound_factor: Multiplies floor and cap in the coming step, the caller's to set; left at 1, the bounds stay.
 
     Raises:
-        ValueError: On settings out of range, sharded parameters (FSDP), and on LBFGS; by `step` on sparse gradients and
-            gradients of several devices.
+        ValueError: On settings out of range, sharded parameters (FSDP), and on LBFGS; by `step` on sparse and complex
+            gradients and gradients of several devices.
     """
 
     own_key = "bounds"

@@ -59,11 +59,16 @@ def refuse_sharded(parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_unusual(gradients: Iterable[Tensor]) -> None:
-    """ValueError on sparse gradients, and on gradients of several devices."""
+    """ValueError on sparse and complex gradients, and on gradients of several devices."""
     gradients = list(gradients)
     if any(grad.layout != torch.strided for grad in gradients):
         raise ValueError(
             "The optimizer got a sparse gradient, but scales dense ones only; build the layer with sparse=False."
+        )
+    if any(grad.is_complex() for grad in gradients):
+        raise ValueError(
+            "The optimizer got a complex gradient, but scales real ones only; keep the parameter as "
+            "torch.view_as_real(...) of it and go back with torch.view_as_complex in forward."
         )
     devices = sorted({str(grad.device) for grad in gradients})
     if len(devices) > 1:
