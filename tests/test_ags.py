@@ -74,6 +74,20 @@ def test_scales_of_each_granularity(granularity):
     torch.testing.assert_close(measured(small, large, granularity), expected[granularity])
 
 
+@pytest.mark.parametrize(
+    ("granularity", "excess"),
+    [
+        ("element", [torch.tensor([1.0, 3.0]), torch.zeros(0, 5)]),
+        ("channel", [torch.tensor([1.0, 3.0])]),
+        ("tensor", [torch.tensor([2.0, 7.0])]),
+    ],
+)
+def test_a_tensor_without_elements_does_not_count_in_the_mean_scale(granularity, excess):
+    """Nor does it make the mean NaN, which a log leaves out."""
+    held = scales.Scales([torch.zeros(2), torch.zeros(0, 5)], granularity, excess)
+    assert float(held.mean()) == 3.0
+
+
 def test_an_exponent_is_applied_before_the_bounds():
     """Exponent 2 gives the ratio of squared norms: AdaScale's gain of the tensor."""
     found = measured(

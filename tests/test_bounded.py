@@ -215,6 +215,14 @@ def test_what_a_log_gets():
     assert (found["raised_fraction"], found["lowered_fraction"]) == (0.5, 0.25)
 
 
+def test_a_parameter_without_elements_does_not_spoil_the_mean_scale():
+    weight, empty = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.empty(0, 4))
+    optimizer = bounded([weight, empty], lr=1.0)
+    weight.grad, empty.grad = torch.ones(4, 4), torch.empty(0, 4)
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] == pytest.approx(CAP)
+
+
 def test_gradients_in_half_precision_do_not_overflow():
     weight = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
     optimizer = bounded([weight])

@@ -204,7 +204,8 @@ def _layout(shapes: tuple[tuple[int, int], ...], device: torch.device) -> _Layou
     """Of tensors of so many dimensions and elements; made once, because the copy to the device takes its time."""
     is_vector = torch.tensor([dimensions <= 1 for dimensions, _ in shapes])
     sizes = torch.tensor([float(elements) for _, elements in shapes])
-    near_zero = (NEAR_ZERO * (sizes / sizes.sum()).sqrt()).masked_fill(is_vector, math.inf)
+    # Without elements both norms are 0, and so a tensor has no ratio of its own.
+    near_zero = (NEAR_ZERO * (sizes / sizes.sum()).sqrt()).masked_fill(is_vector | (sizes == 0), math.inf)
     vectors, others = is_vector.nonzero().flatten().tolist(), (~is_vector).nonzero().flatten().tolist()
     return _Layout(vectors, others, sizes.to(device, non_blocking=True), near_zero.to(device, non_blocking=True))
 

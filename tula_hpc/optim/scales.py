@@ -187,7 +187,8 @@ class Scales:
         if self._mean is not None:
             return self._mean
         each = self.excess if self.granularity == "element" else self.each(self.excess[0])
-        sums = [excess.mean() * p.numel() for p, excess in zip(self.parameters, each, strict=True)]
+        # No mean of each: that of a tensor without elements is NaN.
+        sums = [e.sum() * (p.numel() / max(1, e.numel())) for p, e in zip(self.parameters, each, strict=True)]
         self._mean = 1 + torch.stack(sums).sum() / sum(p.numel() for p in self.parameters)
         return self._mean
 
