@@ -319,6 +319,14 @@ def test_a_misspelt_key_of_a_sweep_is_answered_as_without_one(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_over_an_interval_is_answered_in_our_words(tmp_path: Path):
+    """Hydra's own sweeper knows none."""
+    code, output = tula(tmp_path, "-m", "training.lr=interval(0,1)")
+    assert code == 2
+    assert "training.lr=interval(0,1): nothing says which values of it" in output
+    assert "Traceback" not in output
+
+
 def test_the_same_experiment_below_two_roots_has_jobs_of_its_own(
     tmp_path: Path, run_folder: RunFolder, command: Callable[..., Path]
 ):

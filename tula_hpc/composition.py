@@ -170,7 +170,11 @@ def _no_setting(key: str) -> str:
 
 
 def sweep(arguments: list[str]) -> list[list[str]]:
-    """The arguments of each run of a sweep; empty if there is no sweep, or one that only its sweeper plugin knows."""
+    """The arguments of each run of a sweep; empty if there is no sweep, or one that only its sweeper plugin knows.
+
+    Raises:
+        ConfigError: On an interval without such a plugin.
+    """
     if not {"-m", "--multirun"} & set(arguments):
         return []
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -178,8 +182,14 @@ def sweep(arguments: list[str]) -> list[list[str]]:
 
     rest, folder = _without_config_dir(arguments)
     overrides = [a for a in rest if not a.startswith("-")]
+    own_sweeper = any(a.startswith("hydra/sweeper=") for a in overrides)
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
+        intervals = [text for text, o in zip(overrides, parsed, strict=True) if o.is_interval_sweep()]
+        if intervals and not own_sweeper:
+            raise ConfigError(
+                [f"{text}: nothing says which values of it; list them, as in key=0.1,0.2" for text in intervals]
+            )
         values = [
             [f"{override.input_line.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
             if override.is_sweep_override()
