@@ -133,6 +133,7 @@ def test_free_keys_can_be_added():
         ("grid.min_nodes=8", ["grid.min_nodes is 8", "grid.max_nodes=2"]),
         ("search.memory_fraction=1.5", ["search.memory_fraction is 1.5", "(0, 1]"]),
         ("name=a/b", ["name is 'a/b'", "'/'"]),
+        ("cluster.kind=slurm name=%j", ["/%j'", "puts something else for %j"]),
         ("training.seed=-1", ["training.seed is -1", "[0, 2^63)"]),
         ("search.max_seconds=1000", ["cluster.profile_time_limit_min is 15", "search.max_seconds=1000"]),
         ("cluster.hang_timeout_min=0.1", ["cluster.hang_timeout_min is 0.1", "search.max_seconds"]),

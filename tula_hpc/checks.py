@@ -139,10 +139,10 @@ def check(settings: Settings) -> list[str]:
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
     folder = str(Path(settings.run_root).expanduser().absolute() / settings.name)
-    if settings.cluster.kind is ClusterKind.slurm and "%" in folder:
+    if settings.cluster.kind is ClusterKind.slurm and (pattern := re.search(r"%\d*[AabJjNnstux%]", folder)):
         problems.append(
-            f"run_root and name make the path {folder!r}, and Slurm puts something else for a % in the paths of logs; "
-            "choose a run_root, or a folder to start from, without one"
+            f"run_root and name make the path {folder!r}, and Slurm puts something else for {pattern[0]} in the paths "
+            "of logs; choose a run_root, or a folder to start from, without that"
         )
     for key in ("cluster.profile_time_limit_min", "cluster.hang_timeout_min"):
         minutes = _value(settings, key)

@@ -92,6 +92,9 @@ def test_a_second_command_does_not_submit_a_second_controller(
     wait_until(lambda: holder_of(first) is not None, 600, "the controller to begin", lambda: log(first))
     answer = tula(tmp_path, *tiny_overrides, *AWAY, *LONG)
     assert named_run(answer) == first
+    other = tula(tmp_path, *tiny_overrides, *AWAY, *LONG, "training.max_relaunches=9")
+    assert other.returncode == 1
+    assert "training.max_relaunches=9 is not in effect" in other.stderr
     assert f"Slurm job {read_json(first.controller_job)['job_id']} (running) already" in answer.stdout
     assert [name for name in active(slurm) if name.endswith("-controller")] == [f"{first.tag}-controller"]
 

@@ -218,7 +218,7 @@ def test_a_rank_that_hangs_is_ended_with_a_reason(tula: Tula):
 
     Half a minute is more than a rank that does not hang needs between two beats, to load torch say.
     """
-    tula.overrides += ["cluster.hang_timeout_min=0.5"]
+    tula.overrides += ["cluster.hang_timeout_min=0.5", "search.max_seconds=20"]
     text = run_that_hangs_once(tula, SMALL)
     assert tula.verdicts(SMALL) == ["hung", "success"]
     assert "no sign of progress for 30 s" in text
