@@ -90,6 +90,15 @@ def test_interval_holds_new_peaks() -> None:
     assert (high - low)[3] > (high - low)[1]
 
 
+def test_a_line_below_zero_predicts_no_less_than_was_measured() -> None:
+    """Memory that bends upwards makes a line that is negative at small batches; no prediction is below the least peak,
+    or, at batches below all measured ones, its share."""
+    bent = pd.DataFrame({"batch_per_rank": [16, 32, 64, 128, 256, 512], "memory_gib": [1.0, 1.02, 1.1, 1.5, 5.0, 15.0]})
+    fit = fit_memory(bent)
+    assert fit.total.at(16) < 0
+    assert fit.predict([8, 16, 32]) == pytest.approx([0.5, 1.0, 1.0])
+
+
 def test_upper_end_bounds_the_batch() -> None:
     """The bound comes from the upper end, so noise makes it smaller, and a smaller fraction does too."""
     exact = fit_memory(peaks([8, 32, 128], repeats=4))

@@ -213,6 +213,20 @@ def test_memory_price_moves_the_cheapest_batch() -> None:
     assert by_memory.global_batch < by_node.global_batch
 
 
+def test_measured_memory_is_what_is_paid_for() -> None:
+    """Where memory was measured the cost follows it, whatever the line says there."""
+    table = make_table(price=MemoryPrice(0.15), measured=measurements().assign(memory_gib=30.0))
+    paid_gib = table["cost"] / (table["train_time_s"] / 3600 * table["num_nodes"] * 0.15)
+    expected_gib = table["measured_memory_gib"].fillna(table["memory_gib"])
+    assert (expected_gib == 30.0).sum() == 4
+    assert paid_gib.to_numpy() == pytest.approx(expected_gib.to_numpy())
+
+
+def test_the_least_is_in_its_own_tie() -> None:
+    """Even a least below 0 is within any tolerance of itself, so there is always a choice."""
+    assert select(curve([64, 128], [100.0, 90.0]).assign(cost=[-2.0, -1.0]), "cost").global_batch == 64
+
+
 def test_ties_go_to_the_smaller_batch() -> None:
     """A smaller batch within the tolerance of the least time is preferred, one outside is not."""
     table = curve([64, 128, 256], [130.0, 101.0, 100.0])

@@ -5,6 +5,9 @@ The paper's Eq. (3), M_total = M_param + M_grad + M_opt + M_act + M_batch, each 
     M(b) = m0 + m1 b            GiB of a rank among several, m1 >= 0
     M(b) = m0 - a + m1 b        GiB of a rank that is alone, a >= 0
 
+Where memory bends upwards, the line is too low at small batches, in the end below 0. A prediction is therefore at least
+the least that was measured, and below the smallest measured batch its share of that.
+
 Parameters, gradients and optimizer state do not depend on b (their share is all in m0); activations and the batch
 itself do. How many ranks there are does not matter, but a rank among several has what a collective library keeps for
 itself, which a rank alone has not: 0.9 GiB with NCCL on H100s, the same for two and for four of them. The total is
@@ -119,10 +122,14 @@ class MemoryFit:
     """Smallest batch per rank that ran out of memory, if any."""
     on_gpus: bool = False
     """Whether the ranks compute on GPUs."""
+    least_gib: float = 0.0
+    """Smallest measurement; 0 where it is not known."""
 
     def predict(self, batch_per_rank: ArrayLike, alone: ArrayLike = False) -> Array:
         """GiB per rank at a batch per rank, for a rank among several, or one that is alone."""
-        return np.asarray(self.total.at(batch_per_rank) - np.where(alone, self.alone_less_gib, 0.0))
+        line_gib = self.total.at(batch_per_rank) - np.where(alone, self.alone_less_gib, 0.0)
+        share = np.minimum(np.asarray(batch_per_rank, dtype=float) / self.batches[0], 1.0)
+        return np.asarray(np.maximum(line_gib, self.least_gib * share))
 
     def interval(self, batch_per_rank: ArrayLike, level: float = 0.9, alone: ArrayLike = False) -> tuple[Array, Array]:
         """Lower and upper GiB that should hold the next measurement with probability `level`.
@@ -212,6 +219,7 @@ class MemoryFit:
             "limit_gib": self.limit_gib,
             "smallest_oom_batch": self.smallest_oom_batch,
             "on_gpus": self.on_gpus,
+            "least_gib": self.least_gib,
         }
 
     @classmethod
@@ -228,6 +236,7 @@ class MemoryFit:
             limit_gib=values["limit_gib"],
             smallest_oom_batch=values["smallest_oom_batch"],
             on_gpus=values.get("on_gpus", False),  # older records kept a share of the whole limit free
+            least_gib=values.get("least_gib", 0.0),
         )
 
 
@@ -280,6 +289,7 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bo
         limit_gib=limit,
         smallest_oom_batch=None if oom is None else int(oom),
         on_gpus=on_gpus,
+        least_gib=float(memory.min()),
     )
 
 

@@ -137,7 +137,7 @@ def candidate_table(
         grid: All candidates of the run; where there are types of node, those of one.
         step_time_fit: Predicts seconds per step.
         memory_fit: Predicts GiB per rank; None where memory was not measured, and then it bounds nothing.
-        price: Turns time, nodes and memory into cost.
+        price: Turns time, nodes and memory into cost; the memory is what was measured, else what is predicted.
         train_samples: Samples of the training set, D of Eq. (4a).
         epochs: E of Eq. (4a).
         limit_gib: Memory of a rank's device, GiB; None takes the one recorded in `memory_fit`, if any.
@@ -182,8 +182,11 @@ def candidate_table(
     if memory_fit is not None:
         alone = [c.world_size == 1 for c in candidates]
         table["memory_gib"] = memory_fit.predict(table["batch_per_rank"].to_numpy(), alone)
-    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *SIZES[:2], "memory_gib")))
-    table = table.join(_measurements(measured), on=SIZES)
+    seen = _measurements(measured)
+    measured_gib = table[SIZES].join(seen, on=SIZES)["measured_memory_gib"]
+    priced_gib = measured_gib.fillna(table["memory_gib"]).to_numpy()  # what was measured is not judged by a model
+    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *SIZES[:2])), priced_gib)
+    table = table.join(seen, on=SIZES)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
@@ -316,7 +319,7 @@ def _least(rows: pd.DataFrame, objective: Objective, tie_tolerance: float) -> tu
         return None
     least = ordered.iloc[0]
     bound = MAX_TIE * tie_tolerance
-    near = ordered[metric] <= least[metric] * (1 + tie_tolerance)
+    near = ordered[metric] <= least[metric] + tie_tolerance * abs(least[metric])  # holds the least itself, always
     reaches_least = interval_end(ordered, metric, "low") <= least[metric]
     tied = ordered.loc[near | (reaches_least & (ordered[metric] <= least[metric] * (1 + bound)))]
     chosen = tied.sort_values(["global_batch", metric, *keys_of(rows.columns)]).iloc[0]

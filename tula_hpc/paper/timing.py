@@ -210,7 +210,7 @@ def _memory_prices(scale: Scale, folders: Folders) -> Findings:
         largest = table[table["num_nodes"] == table["num_nodes"].max()]
         best = largest.sort_values("cost").iloc[0]
         claims[f"memory-price-{model}"] = f"{best['global_batch']:g} ({best['num_nodes']:g} nodes)"
-    notes = ["$0.15 for an hour and GiB of the memory that is predicted to be in use, over all ranks."]
+    notes = ["$0.15 for an hour and GiB of the memory in use, measured or else predicted, over all ranks."]
     return Findings(_joined(tables), panels, claims, notes)
 
 
