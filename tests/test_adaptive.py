@@ -249,3 +249,20 @@ def test_a_deadline_that_nothing_keeps_does_not_end_the_search_early(tiny_settin
     fit = {**fit, "points": points, "infeasible": {}, "failed": {}}
     now = adaptive_round(settings, fit, predicted(settings, fit, prices_of(settings)), set(grid) - first)
     assert now.candidates or now.ended_by == "tolerance"
+
+
+def test_a_point_with_allocator_retries_says_nothing_of_its_neighbours(tiny_settings: Callable[..., Settings]):
+    """The form is not fitted to it, so it corrects no prediction either, and its row tells why it is out."""
+    settings = tiny_settings("grid.max_nodes=2")
+    slow = settings.grid_candidates()[-1]
+    points = measure(set(settings.grid_candidates())).assign(limit_gib=np.inf, allocator_retries=0)
+    records = [{**point, "hosts": []} for point in points.to_dict("records")]
+    usable = [record for record in records if Candidate.from_record(record) != slow]
+    fit = {**fitted(settings, usable), "points": usable, "infeasible": {slow.name: "it fits, but slowly"}, "failed": {}}
+    retried = {**records[-1], "step_time_s": 3 * records[-1]["step_time_s"], "allocator_retries": 7}
+    without, told = (
+        predicted(settings, {**fit, "points": [*usable, *more]}, prices_of(settings)) for more in ([], [retried])
+    )
+    assert told["step_time_s"].to_numpy() == pytest.approx(without["step_time_s"].to_numpy())
+    assert told["measured_step_time_s"].iloc[-1] == retried["step_time_s"]
+    assert told["why_infeasible"].iloc[-1] == "it fits, but slowly"

@@ -190,7 +190,10 @@ def predicted_on(
         waits,
         profiled,
     )
+    measured = {Candidate.from_record(point).name for point in fit["points"]}
     for row, candidate in enumerate(grid):
+        if candidate.name in fit["infeasible"] and candidate.name in measured:  # it did fit, so why not is on record
+            table.loc[row, "why_infeasible"] = fit["infeasible"][candidate.name]
         if candidate.name in fit["failed"]:
             table.loc[row, ["feasible", "why_infeasible"]] = [False, fit["failed"][candidate.name]]
     return table

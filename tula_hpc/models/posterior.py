@@ -42,13 +42,15 @@ def posterior(fit: StepTimeFit, measured: pd.DataFrame, table: pd.DataFrame) -> 
     Args:
         fit: The form, fitted to these or other measurements.
         measured: num_nodes, gpus_per_node, batch_per_rank, step_time_s; several rows of a configuration count with
-            their median, rows without a positive finite time not at all.
+            their median, rows without a positive finite time not at all. Neither do rows with allocator_retries, if
+            that is known: a form is not fitted to them, and their neighbours do not share what slows them.
         table: num_nodes, gpus_per_node, batch_per_rank.
     """
     seen = pd.DataFrame(columns=[*SIZES, "step_time_s"], dtype=float)
     if len(measured):
-        rows = measured[[*SIZES, "step_time_s"]].astype(float)
-        seen = rows.loc[np.isfinite(rows["step_time_s"]) & (rows["step_time_s"] > 0)]
+        rows = measured.reindex(columns=[*SIZES, "step_time_s", "allocator_retries"]).astype(float)
+        usable = np.isfinite(rows["step_time_s"]) & (rows["step_time_s"] > 0) & ~(rows["allocator_retries"] > 0)
+        seen = rows.loc[usable]
         seen = seen.groupby(SIZES, as_index=False)["step_time_s"].median()
     prior = fit.log_error**2 * _correlation(table, table)
     if seen.empty:
