@@ -22,6 +22,7 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import MethodKind, OptimizerKind, SearchMode, Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
+from tula_hpc.display import Display
 from tula_hpc.errors import RecordError
 from tula_hpc.markup import interval_text, money, quantity
 from tula_hpc.models.memory import MemoryFit, fit_memory
@@ -472,6 +473,26 @@ def test_a_training_without_accuracies_shows_its_loss(tmp_path: Path) -> None:
         assert "Test accuracy" not in page.text
         assert f"Loss over {epochs} epochs." in page.values("alt")
     assert "1.5after 6 epochs" in page.text
+
+
+@pytest.mark.parametrize("unknown", [None, 0.0])
+def test_a_training_that_timed_no_step_tells_of_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unknown: float | None
+) -> None:
+    """Nothing may have been timed since it last went on: neither page nor command calls that 0 s and 100 % faster."""
+    run, settings = RunFolder(tmp_path), settings_of()
+    begin(run, settings)
+    profile(run, settings)
+    choose(run, settings)
+    train(run, settings, epochs=6)
+    write_json(run.train_result, read_json(run.train_result) | {"step_time_s": unknown, "train_top1": None})
+    write_report(run)
+    Display().result(run)
+    text, said = read(run).text, capsys.readouterr().out
+    assert "predicted; not measured in the training" in text
+    assert "faster" not in text
+    assert "trained 6 epochs" in said
+    assert "a step took" not in said
 
 
 def test_torn_record_is_refused_by_name(tmp_path: Path) -> None:

@@ -211,11 +211,12 @@ class Display:
         chosen = selection["num_nodes"], selection["batch_per_rank"]
         if (result["num_nodes"], result["batch_per_rank"]) != chosen:
             used += f" (chosen was {nodes_of(chosen[0], node_type)} x {chosen[1]} a rank; `status` says why it changed)"
-        predicted = selection["predicted"]["step_time_s"]
+        predicted_s, took_s, step = selection["predicted"]["step_time_s"], result["step_time_s"], ""
+        if took_s:  # unknown, or 0 in older records, where nothing was timed since the training last went on
+            step = f"; a step took {duration(took_s)} (predicted {duration(predicted_s)})"
         self.explain(
             f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: "
-            f"{accuracy_or_loss(result)}; a step took {duration(result['step_time_s'])} "
-            f"(predicted {duration(predicted)})"
+            f"{accuracy_or_loss(result)}{step}"
         )
         if any(line["test_loss"] is None for line in run.read_metrics()):
             rate = "method.lars_lr" if result["method"] == "lars" else "training.lr"

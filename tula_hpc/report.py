@@ -282,10 +282,14 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
             last, epochs = records.metrics[-1], records.settings.training.epochs
             yield _test_tile(last, " so far", f"after {last['epoch']} of {epochs} epochs")
         return
-    expected, notes = _predicted_step_s(selection, result), ["measured in the training"]
-    if expected:
-        notes.append(f"predicted {duration(expected)}: {deviation(result['step_time_s'], expected)}")
-    yield _tile("Step", duration(result["step_time_s"]), notes)
+    took_s, expected_s = result["step_time_s"], _predicted_step_s(selection, result)
+    notes = ["measured in the training"]
+    if took_s and expected_s:
+        notes.append(f"predicted {duration(expected_s)}: {deviation(took_s, expected_s)}")
+    if took_s:  # unknown, or 0 in older records, where nothing was timed since the training last went on
+        yield _tile("Step", duration(took_s), notes)
+    elif expected_s:
+        yield _tile("Step", duration(expected_s), ["predicted; not measured in the training"])
     when = f"after {result['epochs']} epochs"
     if result["best_test_top1"] is not None:
         when += f"; best {result['best_test_top1']:.2f} % in epoch {result['best_epoch']}"
