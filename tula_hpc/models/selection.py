@@ -182,11 +182,9 @@ def candidate_table(
     if memory_fit is not None:
         alone = [c.world_size == 1 for c in candidates]
         table["memory_gib"] = memory_fit.predict(table["batch_per_rank"].to_numpy(), alone)
-    seen = _measurements(measured)
-    measured_gib = table[SIZES].join(seen, on=SIZES)["measured_memory_gib"]
-    priced_gib = measured_gib.fillna(table["memory_gib"]).to_numpy()  # what was measured is not judged by a model
-    table["cost"] = price.cost(*(table[name].to_numpy() for name in ("train_time_s", *SIZES[:2])), priced_gib)
-    table = table.join(seen, on=SIZES)
+    table = table.join(_measurements(measured), on=SIZES)
+    priced_gib = table["measured_memory_gib"].fillna(table["memory_gib"])  # what was measured is not judged by a model
+    table["cost"] = price.cost(table["train_time_s"], table["num_nodes"], table["gpus_per_node"], priced_gib)
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
