@@ -19,7 +19,7 @@ from browser import open_browser, show
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
-from tula_hpc.config import MethodKind, OptimizerKind, SearchMode, Settings, to_plain
+from tula_hpc.config import Gate, MethodKind, OptimizerKind, SearchMode, Settings, to_plain
 from tula_hpc.control.journal import Attempt, Journal
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
@@ -437,6 +437,20 @@ def test_the_method_is_told_with_its_rate_and_period(tmp_path: Path, kind: Metho
     result, page = read_json(run.train_result), read(run)
     for expected in (*words, "global batch {global_batch}, method"):
         assert expected.format(**result) in page.text
+
+
+def test_without_a_gate_no_threshold_is_told_of(tmp_path: Path) -> None:
+    """With method.gate=off nobody compares a variability, so neither the header nor the plot has a threshold."""
+    run, settings = RunFolder(tmp_path), settings_of(method__kind=MethodKind.ags_measured, method__gate=Gate.off)
+    begin(run, settings)
+    profile(run, settings)
+    choose(run, settings)
+    train(run, settings, epochs=6)
+    write_report(run)
+    text = read(run).text
+    assert "towards batch 128, every step scaled" in text
+    assert "Every step is scaled, whatever its variability (method.gate=off)." in text
+    assert "threshold" not in text.partition("The whole configuration")[0]
 
 
 def test_gradient_scaling_around_adamw_is_warned_about(tmp_path: Path) -> None:

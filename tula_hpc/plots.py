@@ -22,7 +22,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from tula_hpc.candidates import Candidate, nodes_of
-from tula_hpc.config import MethodKind, Settings
+from tula_hpc.config import Gate, MethodKind, Settings
 from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.display import duration
 from tula_hpc.markup import MEMORY_PARTS
@@ -396,35 +396,48 @@ def _training(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
     )
 
 
+_GATES = {
+    Gate.current: "A step whose variability reaches the threshold is left unscaled.",
+    Gate.lagged: "A step after one whose variability reaches the threshold is left unscaled.",
+    Gate.off: "Every step is scaled, whatever its variability (method.gate=off).",
+}
+
+
 def _scaling(metrics: list[dict[str, Any]], settings: Settings) -> Plot:
-    table = pd.DataFrame(metrics)
-    figure, panels = stacked_axes(3)
-    variability = table.get("gradient_variability")
-    if variability is not None and variability.min() > 0 and variability.max() > 50 * variability.min():
-        panels[0].set_yscale("log")
-    columns = ("gradient_variability", "mean_scale", "scaled_fraction")
-    labels = ("gradient\nvariability", "mean scale", "scaled\nsteps (%)")
-    for axes, column, label, factor in zip(panels, columns, labels, (1, 1, 100), strict=True):
+    table, gate = pd.DataFrame(metrics), settings.method.gate
+    shown = [("mean_scale", "mean scale", 1), ("scaled_fraction", "scaled\nsteps (%)", 100)]
+    if gate is not Gate.off:  # else nobody computes it
+        shown.insert(0, ("gradient_variability", "gradient\nvariability", 1))
+    figure, panels = stacked_axes(len(shown))
+    for axes, (column, label, factor) in zip(panels, shown, strict=True):
         if column in table:
             values = factor * table[column].astype(float)
             axes.plot(table["epoch"], values, color=NODE_COLOURS[2], **_points(table))
         axes.set_ylabel(label)
-    threshold = settings.method.delta_threshold
-    panels[0].axhline(threshold, color=WARNING, linestyle=(0, (4, 3)), linewidth=1.2)
-    panels[0].annotate(
-        f"threshold {threshold:g}", (1, threshold), (-2, 2), xycoords=("axes fraction", "data"),
-        textcoords="offset points", ha="right", va="bottom", color=WARNING, fontsize=9,
-    )  # fmt: skip
-    panels[2].set_ylim(-4, 104)
+    if gate is not Gate.off:
+        _mark_threshold(panels[0], table.get("gradient_variability"), settings.method.delta_threshold)
+    panels[-1].set_ylim(-4, 104)
     _mark_epochs(panels, metrics, settings)
+    variability = "" if gate is Gate.off else "the variability of its last step, "
     return finish(
         figure,
         "scaling",
         "Gradient scaling",
-        "At the end of each epoch: the variability of its last step, the mean of the scales in force, and the share of "
-        "all steps so far that were scaled. A step whose variability reaches the threshold is left unscaled.",
-        "Gradient variability, mean scale and share of scaled steps at the end of each epoch.",
+        f"At the end of each epoch: {variability}the mean of the scales in force, and the share of all steps so far "
+        f"that were scaled. {_GATES[gate]}",
+        f"{'Mean' if gate is Gate.off else 'Gradient variability, mean'} scale and share of scaled steps at the end of "
+        "each epoch.",
     )
+
+
+def _mark_threshold(axes: Axes, variability: pd.Series | None, threshold: float) -> None:
+    if variability is not None and variability.min() > 0 and variability.max() > 50 * variability.min():
+        axes.set_yscale("log")
+    axes.axhline(threshold, color=WARNING, linestyle=(0, (4, 3)), linewidth=1.2)
+    axes.annotate(
+        f"threshold {threshold:g}", (1, threshold), (-2, 2), xycoords=("axes fraction", "data"),
+        textcoords="offset points", ha="right", va="bottom", color=WARNING, fontsize=9,
+    )  # fmt: skip
 
 
 def _bounds(metrics: list[dict[str, Any]], settings: Settings) -> Plot:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate, nodes_of
-from tula_hpc.config import DataKind, MethodKind, ObjectiveKind, Settings, read_settings
+from tula_hpc.config import DataKind, Gate, MethodKind, ObjectiveKind, Settings, read_settings
 from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.verdicts import Verdict
@@ -231,7 +231,8 @@ def _method(settings: Settings) -> str:
     elif method.kind is MethodKind.ags:
         text += f", to {method.step_floor:.2%} to {method.step_cap:.2%} of its weights"
     elif method.kind.scales_gradients:
-        text += f", towards batch {method.small_batch}, threshold {method.delta_threshold:g}"
+        gate = "every step scaled" if method.gate is Gate.off else f"threshold {method.delta_threshold:g}"
+        text += f", towards batch {method.small_batch}, {gate}"
     if method.kind is MethodKind.ags_measured:
         text += f", one scale for each {method.granularity.name}"
     return text
