@@ -439,6 +439,19 @@ def test_the_method_is_told_with_its_rate_and_period(tmp_path: Path, kind: Metho
         assert expected.format(**result) in page.text
 
 
+def test_a_batch_at_which_nothing_is_bounded_is_told(tmp_path: Path) -> None:
+    """The default method bounds steps of batches above method.small_batch only, which the header says at others."""
+    run = RunFolder(tmp_path)
+    begin(run, settings_of())
+    profile(run, settings_of())
+    batch = choose(run, settings_of())["global_batch"]
+    for small_batch in (batch, batch - 1):
+        write_text(run.config, json.dumps(to_plain(settings_of(method__small_batch=small_batch))))
+        write_report(run)
+        words = f"; nothing to bound at a global batch of {batch}, not above method.small_batch={small_batch}"
+        assert (words in read(run).text) == (small_batch == batch)
+
+
 def test_without_a_gate_no_threshold_is_told_of(tmp_path: Path) -> None:
     """With method.gate=off nobody compares a variability, so neither the header nor the plot has a threshold."""
     run, settings = RunFolder(tmp_path), settings_of(method__kind=MethodKind.ags_measured, method__gate=Gate.off)

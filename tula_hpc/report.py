@@ -177,7 +177,7 @@ def _header(records: Records) -> str:
         "Objective": _OBJECTIVES[s.objective.kind] + _limits(s),
         "Grid": f"{grid} ({s.search.mode.name} search)",
         **_end_of_search(fit),
-        "Method": _method(s),
+        "Method": _method(s) + _unbounded(records),
         "Training": f"{s.training.epochs} epochs, {methods.tuned_lr_in_words(s)}, {s.training.precision.name}",
         "Ran on": ", ".join([plan["runs_on"] if plan else s.cluster.kind.name, *_devices(fit)]),
         "Trained with": _trained_with(records),
@@ -236,6 +236,15 @@ def _method(settings: Settings) -> str:
     if method.kind is MethodKind.ags_measured:
         text += f", one scale for each {method.granularity.name}"
     return text
+
+
+def _unbounded(records: Records) -> str:
+    """That `ags` bounds nothing at the batch that was used, or chosen, where it does not."""
+    used, method = records.trained_with() or records.selection, records.settings.method
+    if method.kind is not MethodKind.ags or used is None or used["global_batch"] > method.small_batch:
+        return ""
+    batch = used["global_batch"]
+    return f"; nothing to bound at a global batch of {batch}, not above method.small_batch={method.small_batch}"
 
 
 def _devices(fit: dict[str, Any] | None) -> list[str]:
