@@ -53,8 +53,9 @@ class MemoryOutcome(Enum):
 
     OK = "The fit is good enough to bound the batch."
     ONE_BATCH_SIZE = (
-        "All measurements have the same batch per rank. What grows with it was taken from the measured parts or as "
-        "half of the total, and the interval spans from nothing to all of it. Profile a second batch size."
+        "All measurements of ranks alone have the same batch per rank, and so have all of ranks among several. What "
+        "grows with it was taken from a line through both, from the measured parts or as half of the total, and the "
+        "interval spans from nothing to all of it. Profile a second batch size."
     )
     NOT_RISING = (
         "Memory did not rise with the batch, so its slope was set to 0: tiny batches drown in what the process needs "
@@ -270,14 +271,14 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bo
 
     alone = _alone(data)
     total, less = _fit_both_kinds(batch, memory, alone)
-    one_batch = len(set(batch)) == 1
-    if one_batch:
-        total = _split_one_batch(float(total.at(batch[0])), float(batch[0]), part_lines)
+    one_batch = _one_batch_of_each(batch, alone)
+    if one_batch and total.slope_gib == 0:
+        total = _split_one_batch(float(total.at(batch.min())), float(batch.min()), part_lines)
     elif oom is not None and limit is not None and total.at(oom) < limit:
         # One-sided least squares: a censored point counts only where the line contradicts it, with the limit as value.
         total, less = _fit_both_kinds(np.append(batch, oom), np.append(memory, limit), np.append(alone, False))
     residuals = memory - total.at(batch) + np.where(alone, less, 0.0)
-    freedom = max(len(memory) - (1 if one_batch else 2) - (1 if less > 0 else 0), 0)
+    freedom = max(len(memory) - min(len(set(batch)), 2) - (1 if less > 0 else 0), 0)
     return MemoryFit(
         outcome=_outcome(one_batch, total),
         total=total,
@@ -314,15 +315,20 @@ def _alone(data: pd.DataFrame) -> NDArray[np.bool_]:
 def _fit_both_kinds(batch: Array, gib: Array, alone: NDArray[np.bool_]) -> tuple[Line, float]:
     """Least squares of one slope for all, and of what ranks alone need less; nothing where that would be negative.
 
-    The slope is that of the deviations from each kind's own mean, as always with a constant for each group.
+    The slope is that of the deviations from each kind's own mean, as always with a constant for each group. Kinds that
+    have one batch each, and not the same, tell no slope of their own: one line then goes through both.
     """
-    if alone.all() or not alone.any():
+    if alone.all() or not alone.any() or (_one_batch_of_each(batch, alone) and np.ptp(batch) > 0):
         return _fit_line(batch, gib), 0.0
     centred = [(batch[kind] - batch[kind].mean(), gib[kind] - gib[kind].mean()) for kind in (alone, ~alone)]
     slope = _fit_line(*(np.concatenate(values) for values in zip(*centred, strict=True))).slope_gib
     intercepts = [float(gib[kind].mean()) - slope * float(batch[kind].mean()) for kind in (alone, ~alone)]
     less = intercepts[1] - intercepts[0]
     return (Line(intercepts[1], slope), less) if less > 0 else (_fit_line(batch, gib), 0.0)
+
+
+def _one_batch_of_each(batch: Array, alone: NDArray[np.bool_]) -> bool:
+    return all(len(set(batch[kind])) <= 1 for kind in (alone, ~alone))
 
 
 def _fit_line(batch: Array, gib: Array) -> Line:
