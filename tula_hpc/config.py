@@ -224,7 +224,8 @@ class ClusterSettings:
     srun_args: list[str] = field(default_factory=list)
     """Arguments added to srun, such as `--container-image=...` at a site with containers."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch options by their long name with underscores, such as `exclusive: true`."""
+    """Further sbatch options by their long name with underscores, such as `exclusive: true`; not those that a setting
+    or this tool decides. Hosts in `exclude` are left out beside those that broke down."""
     python: str | None = None
     """Python to run on the nodes. Null: the one that runs this command."""
     network_interface: str | None = None

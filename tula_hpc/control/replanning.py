@@ -262,7 +262,8 @@ class Replanning:
             for n in table["num_nodes"].unique()
         }
         table = relaunched(table, running, start_s, wait_s)
-        limits = self._limits_left(price, table.set_index(["num_nodes", "batch_per_rank"])["memory_gib"])
+        priced = table.assign(gib=table["measured_memory_gib"].fillna(table["memory_gib"]))
+        limits = self._limits_left(price, priced.set_index(["num_nodes", "batch_per_rank"])["gib"])
         try:
             offer = better(table, running, Objective(objective.kind.name), limits, objective.tie_tolerance, start_s)
         except NoFeasibleConfiguration:
