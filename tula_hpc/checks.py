@@ -291,7 +291,7 @@ _OWN_SBATCH_OPTIONS = {
     **dict.fromkeys(("array", "signal", "output", "error", "open_mode", "requeue", "no_requeue"), "this tool sets it"),
     **dict.fromkeys(("nodes", "ntasks", "ntasks_per_node"), "it is the grid's (grid.*, cluster.gpus_per_node)"),
     "time": "set cluster.profile_time_limit_min and cluster.train_time_limit_min",
-    "mem": "set cluster.memory_gib",
+    "mem": "set cluster.memory_gib (without that it may be 0, for all of a node)",
     "cpus_per_task": "set cluster.cpus_per_rank",
     **{key: f"set cluster.{key}" for key in ("partition", "account", "qos", "constraint")},
 }
@@ -300,9 +300,10 @@ _OWN_SBATCH_OPTIONS = {
 
 def _check_sbatch(settings: Settings) -> list[str]:
     found = []
-    for key in settings.cluster.sbatch:
+    for key, value in settings.cluster.sbatch.items():
         name = str(key).strip("-").replace("-", "_")
-        if name in _OWN_SBATCH_OPTIONS:
+        all_memory = name == "mem" and str(value) == "0" and settings.cluster.memory_gib is None
+        if name in _OWN_SBATCH_OPTIONS and not all_memory:
             found.append(f"cluster.sbatch has the key {key!r}; leave it out: {_OWN_SBATCH_OPTIONS[name]}")
     return found
 

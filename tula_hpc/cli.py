@@ -104,6 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # shell and kernel both tell of a closed terminal
+        signal.signal(ending, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -182,7 +182,8 @@ def sweep(arguments: list[str]) -> list[list[str]]:
 
     rest, folder = _without_config_dir(arguments)
     overrides = [a for a in rest if not a.startswith("-")]
-    own_sweeper = any(a.startswith("hydra/sweeper=") for a in overrides)
+    # a folder of the user's may name one as well
+    own_sweeper = folder is not None or any(a.lstrip("+").startswith("hydra/sweeper=") for a in overrides)
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         intervals = [text for text, o in zip(overrides, parsed, strict=True) if o.is_interval_sweep()]

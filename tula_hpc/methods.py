@@ -116,7 +116,7 @@ def notes(settings: Settings, global_batch: int, ranks: int) -> list[str]:
             f"the bounds of method=ags act at larger batches than {settings.method.small_batch} (method.small_batch) "
             "only: this is plain SGD"
         )
-    if hyper.warmup_epochs >= hyper.epochs:
+    if hyper.warmup_epochs > hyper.epochs:
         found.append(
             f"the training ends before its warm-up does (training.epochs={hyper.epochs}, training.warmup_epochs="
             f"{hyper.warmup_epochs:g}), at a learning rate of {learning_rate(settings, global_batch, hyper.epochs):g}; "

@@ -21,7 +21,7 @@ from tula_hpc.runs import AttemptFolder
 
 # How long the ranks that are left may take to report, once one has failed.
 LAST_WORDS_S = 3.0
-SAVED_WITHIN_S = 30.0
+SAVED_WITHIN_S = 20.0
 """How long a training that is told to end may take to come to the end of its step and save."""
 
 

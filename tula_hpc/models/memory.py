@@ -53,9 +53,8 @@ class MemoryOutcome(Enum):
 
     OK = "The fit is good enough to bound the batch."
     ONE_BATCH_SIZE = (
-        "All measurements of ranks alone have the same batch per rank, and so have all of ranks among several. What "
-        "grows with it was taken from a line through both, from the measured parts or as half of the total, and the "
-        "interval spans from nothing to all of it. Profile a second batch size."
+        "All measurements have the same batch per rank. What grows with it was taken from the measured parts or as "
+        "half of the total, and the interval spans from nothing to all of it. Profile a second batch size."
     )
     NOT_RISING = (
         "Memory did not rise with the batch, so its slope was set to 0: tiny batches drown in what the process needs "
@@ -124,13 +123,13 @@ class MemoryFit:
     on_gpus: bool = False
     """Whether the ranks compute on GPUs."""
     least_gib: float = 0.0
-    """Smallest measurement; 0 where it is not known."""
+    """Smallest measurement, of ranks alone with what these need less; 0 where it is not known."""
 
     def predict(self, batch_per_rank: ArrayLike, alone: ArrayLike = False) -> Array:
         """GiB per rank at a batch per rank, for a rank among several, or one that is alone."""
-        line_gib = self.total.at(batch_per_rank) - np.where(alone, self.alone_less_gib, 0.0)
+        less_gib = np.where(alone, self.alone_less_gib, 0.0)
         share = np.minimum(np.asarray(batch_per_rank, dtype=float) / self.batches[0], 1.0)
-        return np.asarray(np.maximum(line_gib, self.least_gib * share))
+        return np.asarray(np.maximum(self.total.at(batch_per_rank) - less_gib, (self.least_gib - less_gib) * share))
 
     def interval(self, batch_per_rank: ArrayLike, level: float = 0.9, alone: ArrayLike = False) -> tuple[Array, Array]:
         """Lower and upper GiB that should hold the next measurement with probability `level`.
@@ -271,14 +270,14 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bo
 
     alone = _alone(data)
     total, less = _fit_both_kinds(batch, memory, alone)
-    one_batch = _one_batch_of_each(batch, alone)
-    if one_batch and total.slope_gib == 0:
-        total = _split_one_batch(float(total.at(batch.min())), float(batch.min()), part_lines)
+    one_batch = len(set(batch)) == 1
+    if one_batch:
+        total = _split_one_batch(float(total.at(batch[0])), float(batch[0]), part_lines)
     elif oom is not None and limit is not None and total.at(oom) < limit:
         # One-sided least squares: a censored point counts only where the line contradicts it, with the limit as value.
         total, less = _fit_both_kinds(np.append(batch, oom), np.append(memory, limit), np.append(alone, False))
     residuals = memory - total.at(batch) + np.where(alone, less, 0.0)
-    freedom = max(len(memory) - min(len(set(batch)), 2) - (1 if less > 0 else 0), 0)
+    freedom = max(len(memory) - (1 if one_batch else 2) - (1 if less > 0 else 0), 0)
     return MemoryFit(
         outcome=_outcome(one_batch, total),
         total=total,
@@ -290,7 +289,7 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bo
         limit_gib=limit,
         smallest_oom_batch=None if oom is None else int(oom),
         on_gpus=on_gpus,
-        least_gib=float(memory.min()),
+        least_gib=float(np.min(memory + np.where(alone, less, 0.0))),
     )
 
 
@@ -318,17 +317,14 @@ def _fit_both_kinds(batch: Array, gib: Array, alone: NDArray[np.bool_]) -> tuple
     The slope is that of the deviations from each kind's own mean, as always with a constant for each group. Kinds that
     have one batch each, and not the same, tell no slope of their own: one line then goes through both.
     """
-    if alone.all() or not alone.any() or (_one_batch_of_each(batch, alone) and np.ptp(batch) > 0):
+    one_each = all(len(set(batch[kind])) <= 1 for kind in (alone, ~alone)) and len(set(batch)) > 1
+    if alone.all() or not alone.any() or one_each:
         return _fit_line(batch, gib), 0.0
     centred = [(batch[kind] - batch[kind].mean(), gib[kind] - gib[kind].mean()) for kind in (alone, ~alone)]
     slope = _fit_line(*(np.concatenate(values) for values in zip(*centred, strict=True))).slope_gib
     intercepts = [float(gib[kind].mean()) - slope * float(batch[kind].mean()) for kind in (alone, ~alone)]
     less = intercepts[1] - intercepts[0]
     return (Line(intercepts[1], slope), less) if less > 0 else (_fit_line(batch, gib), 0.0)
-
-
-def _one_batch_of_each(batch: Array, alone: NDArray[np.bool_]) -> bool:
-    return all(len(set(batch[kind])) <= 1 for kind in (alone, ~alone))
 
 
 def _fit_line(batch: Array, gib: Array) -> Line:
