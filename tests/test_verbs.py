@@ -357,7 +357,7 @@ def test_a_run_does_not_go_on_with_other_code(tmp_path: Path, smallest: list[str
     run.untrained.unlink()
     code, output = tula(tmp_path, "attach", run.path.name)
     assert code == 1
-    assert f"{tmp_path / 'mine.py'} changed since {run.path} began" in output
+    assert f"{tmp_path / 'mine.py'} changed since {run.path} was begun" in output
     attempt = run.attempt("profile/n001-b00032", 2)
     attempt.path.mkdir()
     write_json(attempt.request, read_json(run.attempt("profile/n001-b00032", 1).request))

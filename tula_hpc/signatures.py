@@ -55,8 +55,8 @@ def own_code(settings: Settings) -> dict[str, str]:
 
 
 def refuse_changed_code(known: dict[str, str], of: Path) -> None:
-    """Compare the user's files with what `own_code` said of them. A file that is not found here, as inside a container
-    that has it installed, is passed over.
+    """Compare the user's files with what `own_code` said of them for a run or an attempt, whose folder `of` is. A file
+    that is not found here, as inside a container that has it installed, is passed over.
 
     Raises:
         TulaError: If one has changed.
@@ -65,8 +65,8 @@ def refuse_changed_code(known: dict[str, str], of: Path) -> None:
     changed = {str(file) for target, file in files.items() if file is not None and file_hash(file) != known[target]}
     if changed:
         raise TulaError(
-            f"{' and '.join(sorted(changed))} changed since {of} began, which goes on with the file as it was; put "
-            "that back, or give the run's command again: with the new file it begins a run of its own"
+            f"{' and '.join(sorted(changed))} changed since {of} was begun, which goes on with the file as it was; "
+            "put that back, or give the run's command again: with the new file it begins a run of its own"
         )
 
 

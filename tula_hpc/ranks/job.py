@@ -171,7 +171,7 @@ def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: Ea
     from tula_hpc.ranks.profiling import profile
     from tula_hpc.ranks.training import set_precision, train
 
-    refuse_changed_code(request.get("own_code", {}), attempt.run.path)
+    refuse_changed_code(request.get("own_code", {}), attempt.path)
     settings = from_plain(request["settings"])
     candidate = Candidate.from_record(request)
     if me.world_size != candidate.world_size:
