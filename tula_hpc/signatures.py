@@ -34,24 +34,19 @@ def _short_hash(value: Any) -> str:
 
 def signature(settings: Settings) -> str:
     """Ten hex digits of everything that changes the result of the run: settings, and the user's own code."""
-    return _short_hash([_result_fields(settings), _own_code(settings)])
+    return _short_hash([_result_fields(settings), list(own_code(settings).values())])
 
 
-def _own_code(settings: Settings) -> list[str]:
-    """Hashes of the user's own files that model, data set and loss come from; what those import is not followed."""
-    targets = [str(node.get("_target_", "")) for node in _targets(settings)]
-    files = [imports.own_source(target) for target in targets]
-    return [file_hash(file) for file in files if file is not None]
-
-
-def file_hash(file: Path) -> str:
+def _file_hash(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def own_code(settings: Settings) -> dict[str, str]:
-    """Import path of model, data set or loss -> hash of the file, for those that come from the user's own files."""
-    targets = [str(node.get("_target_", "")) for node in _targets(settings)]
-    return {target: file_hash(file) for target in targets if (file := imports.own_source(target)) is not None}
+    """Import path of model, data set or loss -> hash of the file, for those that come from the user's own files; what
+    these import is not followed."""
+    workload = settings.workload
+    targets = [str(node.get("_target_", "")) for node in (workload.model, workload.dataset, workload.loss)]
+    return {target: _file_hash(file) for target in targets if (file := imports.own_source(target)) is not None}
 
 
 def refuse_changed_code(known: dict[str, str], of: Path) -> None:
@@ -62,16 +57,12 @@ def refuse_changed_code(known: dict[str, str], of: Path) -> None:
         TulaError: If one has changed.
     """
     files = {target: imports.own_source(target) for target in known}
-    changed = {str(file) for target, file in files.items() if file is not None and file_hash(file) != known[target]}
+    changed = {str(file) for target, file in files.items() if file is not None and _file_hash(file) != known[target]}
     if changed:
         raise TulaError(
             f"{' and '.join(sorted(changed))} changed since {of} was begun, which goes on with the file as it was; "
             "put that back, or give the run's command again: with the new file it begins a run of its own"
         )
-
-
-def _targets(settings: Settings) -> list[dict[str, Any]]:
-    return [settings.workload.model, settings.workload.dataset, settings.workload.loss]
 
 
 def measurement_signature(settings: Settings) -> str:
@@ -92,6 +83,6 @@ def measurement_signature(settings: Settings) -> str:
     method = "sgd" if is_sgd else fields["method"]
     data = {key: fields["data"][key] for key in ("kind", "root", "loader_workers")}
     machine = platform.node() if settings.cluster.kind is ClusterKind.local else ""
-    software = [_own_code(settings), software_versions()["torch"]]
+    software = [list(own_code(settings).values()), software_versions()["torch"]]
     settings_part = [fields["cluster"], fields["workload"], data, steps, training, method]
     return _short_hash([settings_part, machine, software])

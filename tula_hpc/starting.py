@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tula_hpc.checks import check, data_is_missing
 from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, read_plain_settings, to_plain
@@ -180,18 +180,19 @@ def _refuse_other_settings(settings: Settings, run: RunFolder) -> None:
     Raises:
         TulaError: If other settings are wanted now.
     """
-    now, wanted = read_plain_settings(run), to_plain(settings)
-    other = [
-        f"{group}.{key}={new}" if isinstance(wanted[group], dict) else f"{group}={wanted[group]}"
-        for group in wanted
-        for key, new in (wanted[group].items() if isinstance(wanted[group], dict) else [("", wanted[group])])
-        if new != (now.get(group, {}).get(key) if isinstance(wanted[group], dict) else now.get(group))
-    ]
+    now = _by_key(read_plain_settings(run))
+    other = [f"{key}={value}" for key, value in _by_key(to_plain(settings)).items() if value != now.get(key)]
     if other:
         raise TulaError(
             f"it is at work with other settings, and {', '.join(other)} is not in effect; to have that, "
             f"{shown('cancel', str(run.path))}, and give this command again: nothing that is measured is lost"
         )
+
+
+def _by_key(plain: dict[str, Any]) -> dict[str, Any]:
+    """Plain settings by the names that a command line gives them."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in plain.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
 
 
 def refuse_what_cannot_work(settings: Settings) -> None:

@@ -212,7 +212,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
     """The parameters of a request in submitit's words. Exactly one form of each resource, unset ones left out."""
     memory_gib = request.memory_gib or cluster.memory_gib
     further = dict(cluster.sbatch)
-    always_excluded = [str(hosts) for hosts in [further.pop("exclude", None)] if hosts]
+    excluded = [*request.excluded_hosts, str(further.pop("exclude", None) or "")]
     parameters: dict[str, Any] = {
         "job_name": request.tag,
         "comment": request.tag,
@@ -225,7 +225,7 @@ def batch_parameters(cluster: ClusterSettings, request: JobRequest) -> dict[str,
         "ntasks_per_node": request.ranks_per_node,
         "cpus_per_task": cluster.cpus_per_rank,
         "mem": None if memory_gib is None else f"{round(memory_gib * 1024)}M",
-        "exclude": ",".join([*request.excluded_hosts, *always_excluded]) or None,
+        "exclude": ",".join(filter(None, excluded)) or None,
         "array_parallelism": request.max_running,
         "signal_delay_s": warning_before_end_s(request.time_limit_min),
         "stderr_to_stdout": True,

@@ -200,9 +200,10 @@ class TulaOptimizer(WrappedOptimizer):
             self._scales.scale(gate_open)
         else:
             grads = [p.grad for p in self._commonly_scaled() if p.grad is not None]
-            everything = [p.grad for p in self._parameters() if p.grad is not None]
-            if multiplies_by_itself(self.optimizer) and _same(grads, everything):
-                return common
+            if multiplies_by_itself(self.optimizer):  # all that has a gradient, so only if all of it is to be scaled
+                everything = [p.grad for p in self._parameters() if p.grad is not None]
+                if _same(grads, everything):
+                    return common
             if grads:
                 torch._foreach_mul_(grads, common)
         return None
