@@ -18,7 +18,7 @@ from tula_hpc.paper import claims, drawing, timing
 from tula_hpc.paper.command import RESULTS, markdown
 from tula_hpc.paper.findings import candidates
 from tula_hpc.paper.published import CLAIMS
-from tula_hpc.paper.running import Runs
+from tula_hpc.paper.running import Runs, name_of
 from tula_hpc.paper.scales import SCALES, SMALL, scale_of
 from tula_hpc.runs import RunFolder, read_json, write_json
 
@@ -164,6 +164,18 @@ def test_a_command_that_fails_is_named_and_the_others_go_on(
     assert folders[good].selection.exists()
     assert "search.timed_steps is -1" in failures[bad]
     assert [line.partition(":")[0] for line in sorted(said)] == ["done", "failed"]
+
+
+def test_another_that_writes_the_same_log_takes_nothing_from_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a command said is known though its log was emptied before it ended, as by the same result asked twice."""
+    run = ("+experiment=quickstart",)
+    log = tmp_path / f"{name_of(run)}.log"
+    command = tmp_path / "command"
+    command.write_text(f"#!/bin/sh\necho 'run folder: /there'\n: > '{log}'\n")
+    command.chmod(0o700)
+    monkeypatch.setattr("tula_hpc.paper.running.sys.executable", str(command))
+    folders, failures = Runs(tmp_path, 1, lambda line: None).finish([run], [])
+    assert (folders[run].path, failures) == (Path("/there"), {})
 
 
 def test_numbers_are_short_and_unknown_ones_dashes():

@@ -57,7 +57,7 @@ def test_all_results_come_from_their_jobs(slurm: ThrowawaySlurm, tmp_path: Path)
         return "".join(f"--- {log.name}\n{log.read_text()}"[-2000:] for log in sorted(tmp_path.glob("*.out")))
 
     own = "*-lars-*.log"  # of a run that no other result needs
-    wait_until(lambda: any((results / "logs").glob(own)), 900, "a run of Table I", printed)
+    wait_until(lambda: any((results / "logs" / "table1").glob(own)), 900, "a run of Table I", printed)
     slurm.run("scancel", "--batch", "--signal=USR2", jobs["table1"])
     wait_until(lambda: slurm_restarts(slurm, jobs["table1"]) == 1, 600, "the job to queue again", printed)
     wait_until(

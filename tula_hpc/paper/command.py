@@ -55,7 +55,7 @@ def paper(arguments: list[str], display: Display) -> None:
         for run in {run[0]: run for run in runs}.values():  # a mistake in `more` is told before anything is submitted
             _refuse_what_cannot_work(compose([*run, *more]))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folders, failures = Runs(folder / "logs", int(at_once), display.say).finish(runs, more)
+        folders, failures = Runs(folder / "logs" / name, int(at_once), display.say).finish(runs, more)
     write(result, scale, result.find(scale, folders), folder, display)
     if failures:
         lines = "\n".join(f"  {in_words(run)}: {why}" for run, why in failures.items())

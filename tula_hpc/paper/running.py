@@ -35,7 +35,7 @@ class Runs:
 
     def __init__(self, logs: Path, at_once: int, say: Callable[[str], None]):
         self._logs, self._at_once, self._say = logs, at_once, say
-        self._children: set[subprocess.Popen[bytes]] = set()
+        self._children: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._leaving = False
 
@@ -81,33 +81,42 @@ class Runs:
     def _one(self, run: Run, more: Sequence[str]) -> tuple[int, str]:
         """Exit code and output of one command, given again for as long as somebody else works on its run."""
         log = self._logs / f"{name_of(run)}.log"
-        code = HELD_BY_ANOTHER
-        while code == HELD_BY_ANOTHER:
-            code = self._start_and_wait(run, more, log)
+        while True:
+            code, text = self._start_and_wait(run, more, log)
             if self._leaving:
                 return code, "interrupted"
-            if code == HELD_BY_ANOTHER:
-                time.sleep(ASK_AGAIN_S)
+            if code != HELD_BY_ANOTHER:
+                break
+            time.sleep(ASK_AGAIN_S)
         self._say(f"{'done' if code == 0 else 'failed'}: {in_words(run)}" + ("" if code == 0 else f"; see {log}"))
-        return code, log.read_text(encoding="utf-8", errors="replace")
+        return code, text
 
-    def _start_and_wait(self, run: Run, more: Sequence[str], log: Path) -> int:
-        with log.open("ab") as file:
-            with self._lock:
-                if self._leaving:
-                    return HELD_BY_ANOTHER
-                file.truncate(0)
-                child = subprocess.Popen(
-                    [sys.executable, "-u", "-m", "tula_hpc", *run, *more],
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-                self._children.add(child)
-            try:
-                return child.wait()
-            finally:
-                self._children.discard(child)
+    def _start_and_wait(self, run: Run, more: Sequence[str], log: Path) -> tuple[int, str]:
+        with self._lock:
+            if self._leaving:
+                return HELD_BY_ANOTHER, ""
+            child = subprocess.Popen(
+                [sys.executable, "-u", "-m", "tula_hpc", *run, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+            )
+            self._children.add(child)
+        try:
+            return self._listen(child, log)
+        finally:
+            self._children.discard(child)
+
+    def _listen(self, child: subprocess.Popen[str], log: Path) -> tuple[int, str]:
+        """Exit code and output; the log is for the user: the same result, asked for twice, writes it as well."""
+        said: list[str] = []
+        with child, log.open("w", encoding="utf-8", buffering=1) as file:
+            for line in child.stdout or ():
+                said.append(line)
+                file.write(line)
+        return child.returncode, "".join(said)
 
 
 def in_words(run: Run) -> str:
