@@ -17,6 +17,7 @@ from tula_hpc.config import Settings
 from tula_hpc.control.journal import Journal
 from tula_hpc.control.lease import controlling
 from tula_hpc.control.verdicts import Verdict
+from tula_hpc.ranks.workloads import download_dataset
 from tula_hpc.runs import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
@@ -320,6 +321,43 @@ def test_a_missing_data_set_is_fetched_only_on_request(tmp_path: Path, smallest:
     assert not (tmp_path / "sets").exists()
     finished_run(tula(tmp_path, *arguments, "data.download=true"))
     assert (tmp_path / "sets" / "squares.txt").exists()
+
+
+FETCHING = """
+import torch
+
+
+def archived(root, train, download=False):
+    (root / "set").mkdir()
+    (root / "set" / "part").write_text((root / "archive").read_text())
+    return torch.utils.data.TensorDataset(torch.zeros(1))
+
+
+def interrupted(root, train, download=False):
+    (root / "set").mkdir()
+    raise KeyboardInterrupt
+"""
+
+
+def test_a_data_set_is_there_whole_or_not_at_all(
+    tmp_path: Path, tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """An interrupted fetch leaves nothing; one that uses an archive leaves what is in it, also where another run has
+    fetched it meanwhile."""
+    (tmp_path / "fetching_sets.py").write_text(FETCHING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    root = tmp_path / "sets"
+    settings = tiny_settings(f"data.root={root}")
+    settings.workload.dataset = {"_target_": "fetching_sets.interrupted"}
+    with pytest.raises(KeyboardInterrupt):
+        download_dataset(settings)
+    assert list(root.iterdir()) == []
+    settings.workload.dataset = {"_target_": "fetching_sets.archived"}
+    (root / "archive").write_text("from the archive")
+    for _ in range(2):
+        download_dataset(settings)
+        assert sorted(path.name for path in root.iterdir()) == ["archive", "set"]
+        assert (root / "set" / "part").read_text() == "from the archive"
 
 
 def test_the_wheel_holds_the_configuration(tmp_path: Path, tiny_settings: Callable[..., Settings]):

@@ -61,7 +61,7 @@ class Command:
         (folder / "shared_model.py").write_text(MODEL)
         (folder / "workload" / "shared.yaml").write_text(WORKLOAD.format(folder=folder))
         size = ["grid.min_batch_per_rank=32", "grid.max_batch_per_rank=32", "grid.max_nodes=2", "objective=time"]
-        whole = ["data.train_samples=null", f"training.epochs={EPOCHS}", "method=lbt"]
+        whole = ["data.train_samples=null", "search.timed_steps=12", f"training.epochs={EPOCHS}", "method=lbt"]
         first, *rest = overrides
         self.arguments = ["--config-dir", str(folder), first, "workload=shared", *rest, *size, *whole]
 

@@ -116,6 +116,8 @@ def write_report(run: RunFolder) -> Path:
         with replacing(run.plots / f"{plot.name}.png") as file:
             file.write(plot.png)
     write_text(run.report, page(records, drawn))
+    if records.result is None and run.train_result.exists():  # trained meanwhile: the page would pass for its last
+        return write_report(run)
     return run.report
 
 

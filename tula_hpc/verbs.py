@@ -60,7 +60,7 @@ def status(arguments: list[str], display: Display) -> None:
     holder = holder_of(run)
     if holder is not None:
         display.say(f"a controller works on it: {describe(holder)}")
-    elif run.cancelled.exists():
+    elif not run.is_finished and run.cancelled.exists():
         display.say(f"it was cancelled; to go on with it and its jobs: {shown('attach', str(run.path))}")
     elif not run.is_finished:
         waiting = _waiting_controller(run)

@@ -69,7 +69,7 @@ class Runs:
         """End the commands, not their jobs; the next start goes on from there."""
         with self._lock:
             self._leaving = True
-            for child in self._children:
+            for child in list(self._children):
                 child.terminate()
         deadline = time.monotonic() + LEAVES_WITHIN_S
         for child in list(self._children):

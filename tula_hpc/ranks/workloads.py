@@ -10,6 +10,7 @@ import gzip
 import importlib.metadata
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -266,6 +267,9 @@ def caltech256(root: Path, train: bool, image_size: int, download: bool = False)
 def download_dataset(settings: Settings) -> None:
     """Fetch the data set below `data.root`; runs in a process of its own on the machine of the user.
 
+    It is fetched aside and then moved there, so that neither an interrupted fetch nor one at the same time, by another
+    run that needs it, leaves half of it. Files that lie in `data.root` already, such as its archive, are used.
+
     Raises:
         TulaError: If the data set's callable takes no `download`.
     """
@@ -274,9 +278,26 @@ def download_dataset(settings: Settings) -> None:
     target = settings.workload.dataset["_target_"]
     if "download" not in inspect.signature(imports.resolve(target)).parameters:
         raise TulaError(f"data.download=true, but {target} cannot download; put the data below data.root yourself")
-    root = Path(settings.data.root).expanduser()
+    root = Path(settings.data.root).expanduser().absolute()
     root.mkdir(parents=True, exist_ok=True)
-    call(settings.workload.dataset, root=root, train=True, download=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".fetching-") as aside:
+        for file in filter(Path.is_file, root.iterdir()):
+            (Path(aside) / file.name).symlink_to(file)
+        call(settings.workload.dataset, root=Path(aside), train=True, download=True)
+        for fetched in Path(aside).iterdir():
+            if not fetched.is_symlink():
+                _move(fetched, root / fetched.name)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename a file or a folder, and what is in it where that folder is there already."""
+    try:
+        source.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        for part in source.iterdir():
+            _move(part, target / part.name)
 
 
 if __name__ == "__main__":
