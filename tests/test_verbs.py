@@ -21,7 +21,7 @@ from tula_hpc.control import away
 from tula_hpc.control.controller import Controller
 from tula_hpc.control.jobs import Jobs
 from tula_hpc.control.journal import Attempt, Journal
-from tula_hpc.control.lease import controlling
+from tula_hpc.control.lease import Lease, controlling
 from tula_hpc.control.local import LocalScheduler, _Job
 from tula_hpc.control.slurm import SlurmScheduler
 from tula_hpc.control.slurm_commands import Partition
@@ -216,6 +216,23 @@ def test_a_controller_that_learns_of_the_cancel_ends_its_jobs(
     with pytest.raises(RunCancelled):
         control(settings, run_folder, [], Display())
     assert ended == ["42"]
+
+
+def test_settings_given_before_a_controller_takes_the_run_are_in_effect(
+    run_folder: RunFolder, tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+):
+    """What another command writes while a controller starts counts: that one reads the settings once the run is its."""
+    take, seen = Lease.take, []
+
+    def take_late(lease: Lease) -> None:
+        take(lease)
+        write_text(run_folder.config, yaml.safe_dump(to_plain(tiny_settings("training.max_relaunches=7"))))
+
+    write_text(run_folder.config, yaml.safe_dump(to_plain(tiny_settings())))
+    monkeypatch.setattr(Lease, "take", take_late)
+    monkeypatch.setattr(Controller, "go", lambda controller: seen.append(controller.settings.training.max_relaunches))
+    control(None, run_folder, [], Display())
+    assert seen == [7]
 
 
 def test_status_says_how_what_was_cancelled_goes_on(run_folder: RunFolder):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tula_hpc.checks import check, data_is_missing
-from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, read_plain_settings, to_plain
+from tula_hpc.config import ClusterKind, ControllerKind, Settings, Until, read_plain_settings, read_settings, to_plain
 from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder
@@ -51,12 +51,12 @@ def start(settings: Settings, command: list[str], display: Display) -> None:
 
 
 def control(
-    settings: Settings, run: RunFolder, command: list[str], display: Display, started_by_user: bool = True
+    settings: Settings | None, run: RunFolder, command: list[str], display: Display, started_by_user: bool = True
 ) -> None:
     """Be the run's controller until it is finished.
 
     Args:
-        settings: Of the run.
+        settings: Of the run; None: as its folder has them once nobody else works on it, who might have changed them.
         run: Its folder.
         command: The command line that reproduces the run.
         display: Where to speak.
@@ -69,8 +69,9 @@ def control(
     from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
     from tula_hpc.control.lease import controlling
 
-    scheduler = scheduler_of(settings, run)
     with controlling(run) as lease:
+        settings = settings or read_settings(run)
+        scheduler = scheduler_of(settings, run)
         if started_by_user:
             _uncancel(run, command, display)
 

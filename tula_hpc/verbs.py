@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tula_hpc.config import ClusterKind, Settings, read_plain_settings, read_settings
+from tula_hpc.config import ClusterKind, read_plain_settings
 from tula_hpc.display import Display, accuracy_or_loss, candidates_table, duration
 from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
@@ -123,17 +123,21 @@ def attach(arguments: list[str], display: Display) -> None:
         _control_as_a_job(run, display)
         return
     if holder_of(run) is None and _waiting_controller(run) is None:
-        settings, command = _as_it_was_begun(run)
+        command = _where_it_was_begun(run)
         try:
-            control(settings, run, command, display)
+            control(None, run, command, display)
             return
         except RunIsHeld:  # by somebody who began at the same moment
             pass
     _watch(run, display)
 
 
-def _as_it_was_begun(run: RunFolder) -> tuple[Settings, list[str]]:
-    """The run's settings and command, from the folder that the paths in them are relative to."""
+def _where_it_was_begun(run: RunFolder) -> list[str]:
+    """Go to the folder that the paths of the run are relative to, with the code it was begun with; gives its command.
+
+    Raises:
+        TulaError: If the folder is gone, or the user's files are not what they were.
+    """
     plan = read_json(run.plan)
     folder = plan["working_dir"]
     try:
@@ -144,7 +148,8 @@ def _as_it_was_begun(run: RunFolder) -> tuple[Settings, list[str]]:
         ) from None
     sys.path.insert(0, folder)
     refuse_changed_code(plan.get("own_code", {}), run.path)
-    return read_settings(run), plan["command"]
+    command: list[str] = plan["command"]
+    return command
 
 
 class _TimeIsUp(BaseException):
@@ -166,8 +171,7 @@ def _control_as_a_job(run: RunFolder, display: Display) -> None:
                 display.say("the run was cancelled; nothing to do")
                 return
             try:
-                settings, command = _as_it_was_begun(run)
-                control(settings, run, command, display, started_by_user=False)
+                control(None, run, _where_it_was_begun(run), display, started_by_user=False)
                 return
             except RunIsHeld as error:
                 if time.monotonic() > deadline:
