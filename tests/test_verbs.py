@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,6 +343,23 @@ def test_a_sweep_over_an_interval_is_answered_in_our_words(tmp_path: Path):
     assert code == 2
     assert "training.lr=interval(0,1): nothing says which values of it" in output
     assert "Traceback" not in output
+
+
+def test_a_controller_that_is_being_queued_again_is_still_there(
+    run_folder: RunFolder, command: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Slurm shows it as leaving its node at first; what has only that left does not work on the run."""
+    name = away.controller_name(run_folder)
+    after = {"next": f"7|PENDING|{name}\n"}
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: command("squeue", after["next"]))
+    monkeypatch.setattr(away, "time", clock)
+    command("squeue", f"7|COMPLETING|{name}\n")
+    job = away.queued_controller(run_folder)
+    assert job is not None
+    assert (job.job_id, job.state) == ("7", QueueState.pending)
+    after["next"] = f"7|COMPLETED|{name}\n"
+    command("squeue", f"7|COMPLETING|{name}\n")
+    assert away.queued_controller(run_folder) is None
 
 
 def test_the_same_experiment_below_two_roots_has_jobs_of_its_own(

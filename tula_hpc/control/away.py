@@ -29,6 +29,10 @@ CANCELLED_AT_ONCE = 50
 # How long after an answer that lacks a job Slurm is asked for it again, and how long what is found then counts.
 ASKED_AGAIN_AFTER_S = 5.0
 REMEMBERED_S = 60.0
+# Slurm's state of a job whose processes have ended, until its node is tidied up, and how long that is waited for.
+LEAVING = "COMPLETING"
+LEAVES_WITHIN_S = 60.0
+CONTROLLER = "-controller"
 # What scancel says of a job that was faster.
 _OVER_BEFORE = re.compile(r"^.*(already complet|invalid job id).*$", re.IGNORECASE | re.MULTILINE)
 
@@ -44,7 +48,7 @@ class Queued:
 
     @property
     def is_controller(self) -> bool:
-        return self.name.endswith("-controller")
+        return self.name.endswith(CONTROLLER)
 
 
 def jobs_of(run: RunFolder) -> list[Queued]:
@@ -53,15 +57,16 @@ def jobs_of(run: RunFolder) -> list[Queued]:
     Raises:
         SchedulerSilent: If Slurm does not answer.
     """
+    return [Queued(job_id, name, slurm_state(state)) for job_id, state, name in _rows_of(run) if state != LEAVING]
+
+
+def _rows_of(run: RunFolder) -> list[list[str]]:
+    """Id, state and name of the run's jobs that Slurm is not through with."""
     answer = answer_of("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T|%j")
     if answer is None:
         raise SchedulerSilent("Slurm does not answer (squeue), so nobody knows which jobs of the run it has; try again")
     ours = re.compile(rf"{re.escape(run.tag)}-((profile|probe|train)-n\d+-[0-9a-f-]+|controller)")
-    found = []
-    for job_id, state, name in rows(answer, 3):
-        if ours.fullmatch(name) and slurm_state(state).active and state != "COMPLETING":
-            found.append(Queued(job_id, name, slurm_state(state)))
-    return found
+    return [row for row in rows(answer, 3) if ours.fullmatch(row[2]) and slurm_state(row[1]).active]
 
 
 _has_ended: dict[str, tuple[float, bool]] = {}
@@ -112,7 +117,7 @@ def cancel(jobs: list[Queued]) -> None:
 
 
 def controller_name(run: RunFolder) -> str:
-    return f"{run.tag}-controller"
+    return f"{run.tag}{CONTROLLER}"
 
 
 def is_controller_job(run: RunFolder) -> bool:
@@ -131,8 +136,19 @@ def controller_log(run: RunFolder, job_id: str) -> Path:
 
 
 def queued_controller(run: RunFolder) -> Queued | None:
-    """The run's controller job if it waits or runs."""
-    return next((job for job in jobs_of(run) if job.is_controller), None)
+    """The run's controller job if it waits or runs; where it is leaving its node, as one that queues again is first,
+    this waits to see which.
+
+    Raises:
+        SchedulerSilent: If Slurm does not answer.
+    """
+    deadline = time.monotonic() + LEAVES_WITHIN_S
+    while True:
+        found = [row for row in _rows_of(run) if row[2].endswith(CONTROLLER)]
+        job = next((Queued(i, name, slurm_state(state)) for i, state, name in found if state != LEAVING), None)
+        if job is not None or not found or time.monotonic() > deadline:
+            return job
+        time.sleep(1)
 
 
 def submit_controller(settings: Settings, run: RunFolder) -> str:
