@@ -29,10 +29,8 @@ CANCELLED_AT_ONCE = 50
 # How long after an answer that lacks a job Slurm is asked for it again, and how long what is found then counts.
 ASKED_AGAIN_AFTER_S = 5.0
 REMEMBERED_S = 60.0
-# Slurm's state of a job whose processes have ended, until its node is tidied up, and how long that is waited for.
-LEAVING = "COMPLETING"
-LEAVES_WITHIN_S = 60.0
-CONTROLLER = "-controller"
+# How long it is waited for a controller job that leaves its node to be gone, or back in the queue.
+TIDIED_WITHIN_S = 60.0
 # What scancel says of a job that was faster.
 _OVER_BEFORE = re.compile(r"^.*(already complet|invalid job id).*$", re.IGNORECASE | re.MULTILINE)
 
@@ -45,10 +43,12 @@ class Queued:
     """With the task of an array: `42_1`."""
     name: str
     state: QueueState
+    leaves: bool
+    """Whether its processes have ended and its node is tidied up; then it ends, or waits again if it was requeued."""
 
     @property
     def is_controller(self) -> bool:
-        return self.name.endswith(CONTROLLER)
+        return self.name.endswith("-controller")
 
 
 def jobs_of(run: RunFolder) -> list[Queued]:
@@ -57,16 +57,20 @@ def jobs_of(run: RunFolder) -> list[Queued]:
     Raises:
         SchedulerSilent: If Slurm does not answer.
     """
-    return [Queued(job_id, name, slurm_state(state)) for job_id, state, name in _rows_of(run) if state != LEAVING]
+    return [job for job in _known_of(run) if not job.leaves]
 
 
-def _rows_of(run: RunFolder) -> list[list[str]]:
-    """Id, state and name of the run's jobs that Slurm is not through with."""
+def _known_of(run: RunFolder) -> list[Queued]:
+    """As `jobs_of`, with those that leave."""
     answer = answer_of("squeue", "--me", "-r", "-h", "-t", "all", "--format=%i|%T|%j")
     if answer is None:
         raise SchedulerSilent("Slurm does not answer (squeue), so nobody knows which jobs of the run it has; try again")
     ours = re.compile(rf"{re.escape(run.tag)}-((profile|probe|train)-n\d+-[0-9a-f-]+|controller)")
-    return [row for row in rows(answer, 3) if ours.fullmatch(row[2]) and slurm_state(row[1]).active]
+    return [
+        Queued(job_id, name, slurm_state(state), leaves=state == "COMPLETING")
+        for job_id, state, name in rows(answer, 3)
+        if ours.fullmatch(name) and slurm_state(state).active
+    ]
 
 
 _has_ended: dict[str, tuple[float, bool]] = {}
@@ -117,7 +121,7 @@ def cancel(jobs: list[Queued]) -> None:
 
 
 def controller_name(run: RunFolder) -> str:
-    return f"{run.tag}{CONTROLLER}"
+    return f"{run.tag}-controller"
 
 
 def is_controller_job(run: RunFolder) -> bool:
@@ -142,12 +146,12 @@ def queued_controller(run: RunFolder) -> Queued | None:
     Raises:
         SchedulerSilent: If Slurm does not answer.
     """
-    deadline = time.monotonic() + LEAVES_WITHIN_S
+    deadline = time.monotonic() + TIDIED_WITHIN_S
     while True:
-        found = [row for row in _rows_of(run) if row[2].endswith(CONTROLLER)]
-        job = next((Queued(i, name, slurm_state(state)) for i, state, name in found if state != LEAVING), None)
-        if job is not None or not found or time.monotonic() > deadline:
-            return job
+        found = [job for job in _known_of(run) if job.is_controller]
+        there = next((job for job in found if not job.leaves), None)
+        if there is not None or not found or time.monotonic() > deadline:
+            return there
         time.sleep(1)
 
 
