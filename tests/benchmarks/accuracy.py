@@ -321,8 +321,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     ]
     for process in workers:
         try:
-            process.wait(max(1.0, until + GRACE_S - time.time()))
-        except subprocess.TimeoutExpired:  # one that hangs is not to cost what the others found
+            process.wait(max(0.1, until + GRACE_S - time.time()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # neither is to cost what the others found
             process.kill()
     arguments.records.parent.mkdir(parents=True, exist_ok=True)
     with arguments.records.open("a") as file:
