@@ -46,6 +46,17 @@ def test_one_of_several_is_named(before: float | None):
     assert found.added_s == pytest.approx(0.5 * USUAL_S, rel=0.15)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_the_window_that_the_change_falls_into_may_show_little_of_it(share: float):
+    """The steps of this window were long enough to count as changed, so it is the first of those since."""
+    late = rank("n3", 1.0, 1.5)
+    first = next(i for i, (ended, _) in enumerate(late.windows) if ended > SINCE)
+    mixed = [(t, USUAL_S * (1 + 0.5 * share) if i == first else s) for i, (t, s) in enumerate(late.windows)]
+    found = slow_host([*hosts((1.0, 1.0), (1.0, 1.02)), RankTimes("n3", mixed), *hosts((1.0, 1.0))], SINCE)
+    assert found is not None
+    assert found.host == "n3"
+
+
 def test_hosts_that_became_slower_together_are_not_named():
     assert slow_host(hosts((1.0, 1.5), (1.0, 1.5), (1.0, 1.5)), SINCE) is None
 

@@ -48,7 +48,7 @@ train_samples: 1437
 test_samples: 360
 """
 
-EPOCHS = 12
+EPOCHS = 18
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_controller_killed_at_every_step_of_a_move_measures_once_and_moves_onc
     slurm: ThrowawaySlurm, tmp_path: Path, tiny_overrides: list[str]
 ):
     """Whatever was killed, one job has measured, the training moved after it, and every epoch is trained once."""
-    epochs = 18
+    epochs = 24
     arguments = command_line(tmp_path, tiny_overrides, epochs)
     run = named_run(tula(tmp_path, *arguments, "until=choice"))
     (tmp_path / "driver.py").write_text(DRIVER)

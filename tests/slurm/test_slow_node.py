@@ -50,7 +50,7 @@ train_samples: 1437
 test_samples: 360
 """
 
-EPOCHS = 40
+EPOCHS = 50
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 With synchronous training all ranks' steps are as long as the slowest one's, so the step time cannot tell one slow host
 from a slow network; forward passes, which wait for nobody, can. A host is slow if its slowest rank takes more than
 `SLOWER` times the median of the other hosts', in the median of its newest windows and by more than half of that in each
-of them, as a drift is lasting (see `drift`). Where there are windows from before the steps changed, it must have become
-so much slower since: hosts may differ all the time, and that is no news.
+of them, as a drift is lasting (see `drift`), but for the one that the change falls into, which may show little of it.
+Where there are windows from before the steps changed, it must have become so much slower since: hosts may differ all
+the time, and that is no news.
 
 Of two hosts either could be the usual one, so the slow one must be slower than it was itself: than before, or than in
 profiling where it is so from the start.
@@ -63,6 +64,8 @@ class _Host:
     name: str
     now: Sequence[float]
     """Newest windows of its slowest rank."""
+    whole: Sequence[float]
+    """Those of them that began after the change."""
     before_s: float | None
 
     @property
@@ -70,7 +73,7 @@ class _Host:
         return statistics.median(self.now)
 
     def is_slower(self, than_s: float) -> bool:
-        return self.now_s > SLOWER * than_s and min(self.now) > AT_LEAST * than_s
+        return self.now_s > SLOWER * than_s and min(self.whole) > AT_LEAST * than_s
 
 
 def slow_host(ranks: Sequence[RankTimes], since: float, usual_s: float | None = None) -> SlowHost | None:
@@ -110,8 +113,9 @@ def slow_host(ranks: Sequence[RankTimes], since: float, usual_s: float | None = 
 def _host(rank: RankTimes, since: float) -> _Host | None:
     """A host by one of its ranks; None if too little is known of it. The newest window may not be visible yet."""
     began = since + CLOCKS_DIFFER_S
-    now = [seconds for ended, seconds in rank.windows if ended > began][-LASTING:]
+    since_then = [seconds for ended, seconds in rank.windows if ended > began]
+    now, whole = since_then[-LASTING:], since_then[1:][-LASTING:]
     before = [seconds for ended, seconds in rank.windows if ended <= began]
     if len(now) < LASTING - 1 or min(now) <= 0:
         return None
-    return _Host(rank.host, now, statistics.median(before) if len(before) >= LASTING else None)
+    return _Host(rank.host, now, whole, statistics.median(before) if len(before) >= LASTING else None)
