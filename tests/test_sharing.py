@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,8 +40,9 @@ def shared(settings: Settings, run: RunFolder, heartbeat: Callable[[], None] = l
 
 def fail_at_the_point(run: RunFolder, verdict: Verdict) -> None:
     journal = Journal(run.journal)
-    journal.intend(ATTEMPT)
-    journal.concluded(ATTEMPT, verdict, "")
+    attempt = replace(ATTEMPT, number=len(journal.state().of(ATTEMPT.job)) + 1)
+    journal.intend(attempt)
+    journal.concluded(attempt, verdict, "")
 
 
 def test_a_point_that_a_living_run_measures_is_left_to_it(tiny_settings: Callable[..., Settings]):
@@ -83,6 +85,19 @@ def test_a_point_that_the_other_run_failed_at_is_measured_again(tiny_settings: C
         fail_at_the_point(one, Verdict.node_failure)
         assert shared(settings, two).divide([POINT]) == ([POINT], [])
         assert shared(settings, one).divide([POINT]) == ([], [POINT])
+
+
+def test_a_point_that_its_run_tries_again_is_left_to_it(tiny_settings: Callable[..., Settings]):
+    """The failure came before the newest claim; a failure after that leaves the point to others again."""
+    settings = tiny_settings()
+    one, two = make_run(settings, "one"), make_run(settings, "two")
+    with controlling(one), controlling(two):
+        shared(settings, one).divide([POINT])
+        fail_at_the_point(one, Verdict.node_failure)
+        assert shared(settings, one).divide([POINT]) == ([POINT], [])
+        assert shared(settings, two).divide([POINT]) == ([], [POINT])
+        fail_at_the_point(one, Verdict.node_failure)
+        assert shared(settings, two).divide([POINT]) == ([POINT], [])
 
 
 def test_a_result_of_another_run_is_taken_over_when_it_is_there(tiny_settings: Callable[..., Settings]):

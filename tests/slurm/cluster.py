@@ -90,7 +90,7 @@ class SlurmSettings:
     """One more than the largest array index."""
     kill_wait_s: int = 5
     """Seconds between TERM and KILL when a job is cancelled or over its time."""
-    node_timeout_s: int = 7
+    node_timeout_s: int = 20
     """Seconds of silence after which Slurm begins to doubt a host; it calls it down after about twice as long."""
     message_timeout_s: int = 10
     """Seconds a command waits for a controller that does not answer."""

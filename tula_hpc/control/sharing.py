@@ -3,9 +3,10 @@
 Who measures a point says so first, by a claim below `<run_root>/.points/<measurement signature>/<candidate>/`. Each
 type of node has the signature of a run that has only this type, and the candidate is named as in such a run: runs share
 points whatever they call the type. Claims are numbered and the newest one counts: it holds while the run it names is
-being worked on, or its controller job waits to go on with the point, and has not failed at it. One that holds no longer
-is followed by the next number, which only one of several runs can make; nothing is removed. A run that cannot submit
-what it has claimed makes a claim of nobody.
+being worked on, or its controller job waits to go on with the point, and has not failed at it since. One that holds no
+longer is followed by the next number, which only one of several runs can make; nothing is removed. So is one's own by
+who tries a point again: each claim says which attempts came before it. A run that cannot submit what it has claimed
+makes a claim of nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import ClusterKind, Settings
@@ -39,6 +40,16 @@ LOOK_EVERY_S = 2.0
 LOOK_EVERY_ON_SLURM_S = 10.0
 # Ends that say something about the candidate, so that they hold for every run.
 _TELLING = (Verdict.success, Verdict.cuda_oom, Verdict.host_oom)
+
+
+class _Claim(NamedTuple):
+    """To measure a point."""
+
+    number: int
+    """0 where nobody has made one."""
+    run: RunFolder | None
+    after: int
+    """The run's newest attempt at the point when it made the claim; 0: it had made none."""
 
 
 class SharedPoints:
@@ -71,7 +82,7 @@ class SharedPoints:
 
         Both are empty if results of others were taken over, because then other candidates may be wanted.
         """
-        claimants = {run for _, run in map(self._newest, wanted) if run is not None}
+        claimants = {claim.run for claim in map(self._newest, wanted) if claim.run is not None}
         if sum(map(self._take_over, claimants)):
             return [], []
         mine = [candidate for candidate in wanted if self._may_measure(candidate)]
@@ -93,15 +104,16 @@ class SharedPoints:
         """The folder of the claims to a point."""
         return self._points / self._signatures[candidate.node_type] / replace(candidate, node_type="").name
 
-    def _newest(self, candidate: Candidate) -> tuple[int, RunFolder | None]:
-        """Number and run of the claim that counts; (0, None) if there is none."""
+    def _newest(self, candidate: Candidate) -> _Claim:
+        """The claim that counts."""
         folder = self._claims(candidate)
         number = max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
         try:
-            claimant = read_json(folder / f"{number}.json")["run"]
+            record = read_json(folder / f"{number}.json")
         except (RecordError, PermissionError):
-            return number, None
-        return number, None if claimant is None else RunFolder(self._run.path.parent / claimant)
+            return _Claim(number, None, 0)
+        run = None if record["run"] is None else RunFolder(self._run.path.parent / record["run"])
+        return _Claim(number, run, record.get("after", 0))
 
     def _may_measure(self, candidate: Candidate) -> bool:
         try:
@@ -111,22 +123,25 @@ class SharedPoints:
 
     def _claim(self, candidate: Candidate) -> bool:
         """Whether this run may measure the candidate: its claim counts, or could be made."""
-        folder = self._claims(candidate)
+        own = self._journal.state().last(profile_job(candidate))
         while True:
-            number, claimant = self._newest(candidate)
-            if claimant is not None and claimant.path == self._run.path:
-                return True
-            if claimant is not None and (
-                self._is_measuring(claimant, [candidate]) or self._has_result(claimant, candidate)
+            claim = self._newest(candidate)
+            if claim.run is not None and claim.run.path == self._run.path:
+                if _end_since(claim, own) is None:
+                    return True
+            elif claim.run is not None and (
+                self._is_measuring(claim.run, [(claim, candidate)]) or self._has_result(claim.run, candidate)
             ):
                 return False
-            if self._make_claim(folder, number + 1, self._run.path.name):  # else another was faster; look again
-                return True
+            after = 0 if own is None else own.number
+            if self._make_claim(candidate, claim.number + 1, self._run.path.name, after):
+                return True  # else another was faster; look again
 
-    def _make_claim(self, folder: Path, number: int, run: str | None) -> bool:
+    def _make_claim(self, candidate: Candidate, number: int, run: str | None, after: int = 0) -> bool:
         """Whether the claim of this number could be made; of several runs one succeeds."""
+        folder = self._claims(candidate)
         mine = folder / f".{uuid.uuid4().hex}"
-        write_json(mine, {"run": run, "time": time.time()})
+        write_json(mine, {"run": run, "after": after, "time": time.time()})
         try:
             os.link(mine, folder / f"{number}.json")
         except FileExistsError:
@@ -139,27 +154,29 @@ class SharedPoints:
         """Let others measure what this run has claimed and cannot submit: a claim of nobody follows."""
         for candidate in candidates:
             with contextlib.suppress(PermissionError):
-                number, claimant = self._newest(candidate)
-                if claimant is not None and claimant.path == self._run.path:
-                    self._make_claim(self._claims(candidate), number + 1, None)
+                claim = self._newest(candidate)
+                if claim.run is not None and claim.run.path == self._run.path:
+                    self._make_claim(candidate, claim.number + 1, None)
 
     def _are_in_progress(self, candidates: list[Candidate]) -> bool:
         """Whether others measure all of the candidates; each of those runs is looked at once."""
-        claims: dict[RunFolder | None, list[Candidate]] = {}
+        claims: dict[RunFolder | None, list[tuple[_Claim, Candidate]]] = {}
         for candidate in candidates:
-            claims.setdefault(self._newest(candidate)[1], []).append(candidate)
+            claim = self._newest(candidate)
+            claims.setdefault(claim.run, []).append((claim, candidate))
         return all(run is not None and self._is_measuring(run, claimed) for run, claimed in claims.items())
 
-    def _is_measuring(self, claimant: RunFolder, candidates: list[Candidate]) -> bool:
-        """Whether a run that has claimed the candidates is, or will be, at work on all of them."""
+    def _is_measuring(self, claimant: RunFolder, claimed: list[tuple[_Claim, Candidate]]) -> bool:
+        """Whether a run is, or will be, at work on all that it has claimed of some candidates."""
         state = self._state_of(claimant)
-        last = [state.last(self._job_there(claimant, candidate)) for candidate in candidates]
-        if any(attempt is not None and attempt.verdict is not None for attempt in last):
+        last = [(claim, state.last(self._job_there(claimant, candidate))) for claim, candidate in claimed]
+        if any(_end_since(claim, attempt) is not None for claim, attempt in last):
             return False
         if holder_of(claimant) is not None:
             return True
         # between two turns of a controller job that queued itself again, the jobs it made go on
-        return None not in last and _controller_waits(claimant)
+        has_made = all(attempt is not None and attempt.number > claim.after for claim, attempt in last)
+        return has_made and _controller_waits(claimant)
 
     def _state_of(self, other: RunFolder) -> State:
         """What another run's journal says, as far as it can be read; read again only when it has grown."""
@@ -258,6 +275,11 @@ class SharedPoints:
             if target.path.exists():  # not in the journal, so left by a crash
                 shutil.rmtree(target.path)
             copy.path.rename(target.path)
+
+
+def _end_since(claim: _Claim, last: Attempt | None) -> Verdict | None:
+    """How the run's newest attempt has ended; None if it has not, or was made before the claim."""
+    return None if last is None or last.number <= claim.after else last.verdict
 
 
 def _controller_waits(run: RunFolder) -> bool:
