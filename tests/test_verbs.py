@@ -17,6 +17,7 @@ import pytest
 import yaml
 from waiting import wait_until
 
+from tula_hpc import verbs
 from tula_hpc.config import ControllerKind, ControllerSettings, Settings, to_plain
 from tula_hpc.control import away
 from tula_hpc.control.controller import Controller
@@ -33,7 +34,7 @@ from tula_hpc.overview import stage
 from tula_hpc.ranks.timings import write_rank
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json, write_text
 from tula_hpc.signatures import signature
-from tula_hpc.starting import RunCancelled, _refuse_other_settings, control, shown
+from tula_hpc.starting import RunCancelled, _refuse_other_settings, cancel_of, control, shown
 
 ROOT = Path(__file__).parents[1]
 # in the training until it is ended
@@ -215,7 +216,7 @@ def test_a_controller_that_learns_of_the_cancel_ends_its_jobs(
     monkeypatch.setattr(Controller, "go", go)
     monkeypatch.setattr(SlurmScheduler, "cancel", lambda _, job_ids: ended.extend(job_ids))
     with pytest.raises(RunCancelled):
-        control(settings, run_folder, [], Display())
+        control(settings, run_folder, [], Display(), None)
     assert ended == ["42"]
 
 
@@ -232,8 +233,31 @@ def test_settings_given_before_a_controller_takes_the_run_are_in_effect(
     write_text(run_folder.config, yaml.safe_dump(to_plain(tiny_settings())))
     monkeypatch.setattr(Lease, "take", take_late)
     monkeypatch.setattr(Controller, "go", lambda controller: seen.append(controller.settings.training.max_relaunches))
-    control(None, run_folder, [], Display())
+    control(None, run_folder, [], Display(), None)
     assert seen == [7]
+
+
+@pytest.mark.parametrize("first", [None, "an earlier cancel"])
+def test_a_cancel_that_comes_while_a_command_starts_stays(
+    run_folder: RunFolder, tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, first: str | None
+):
+    """The command takes back what was cancelled before it was given, and nothing else."""
+    take = Lease.take
+
+    def take_late(lease: Lease) -> None:
+        take(lease)
+        verbs.cancel([str(run_folder.path)], Display())
+
+    planned(run_folder)
+    if first is not None:
+        write_text(run_folder.cancelled, first)
+    write_text(run_folder.config, yaml.safe_dump(to_plain(tiny_settings())))
+    monkeypatch.setattr(verbs, "LEAVES_WITHIN_S", 0.0)
+    monkeypatch.setattr(Lease, "take", take_late)
+    monkeypatch.setattr(Controller, "go", lambda controller: pytest.fail("it went on"))
+    with pytest.raises(RunCancelled):
+        control(tiny_settings(), run_folder, [], Display(), cancel_of(run_folder))
+    assert run_folder.cancelled.exists()
 
 
 def test_status_says_how_what_was_cancelled_goes_on(run_folder: RunFolder):

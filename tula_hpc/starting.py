@@ -35,6 +35,7 @@ def start(settings: Settings, command: list[str], display: Display) -> None:
     """
     settings = settled(settings, display)
     run = folder_of(settings)
+    cancel = cancel_of(run)
     goes_on = run.untrained.exists() and settings.until is not Until.choice
     if run.is_finished and not goes_on:  # shown even where code or data are gone meanwhile
         display.choice(run)
@@ -45,13 +46,13 @@ def start(settings: Settings, command: list[str], display: Display) -> None:
         _download(settings, display)
     run.create()
     if settings.controller.kind is ControllerKind.slurm:
-        _send_away(settings, run, command, display)
+        _send_away(settings, run, command, display, cancel)
         return
-    control(settings, run, command, display)
+    control(settings, run, command, display, cancel)
 
 
 def control(
-    settings: Settings | None, run: RunFolder, command: list[str], display: Display, started_by_user: bool = True
+    settings: Settings | None, run: RunFolder, command: list[str], display: Display, taken_back: str | None
 ) -> None:
     """Be the run's controller until it is finished.
 
@@ -60,11 +61,11 @@ def control(
         run: Its folder.
         command: The command line that reproduces the run.
         display: Where to speak.
-        started_by_user: Whether a user wants this now, in spite of having cancelled the run before.
+        taken_back: The cancel that a user has seen, or could have, and wants to go on in spite of.
 
     Raises:
         RunIsHeld: If somebody else is.
-        RunCancelled: If a user cancels the run.
+        RunCancelled: If a user cancels the run, or has since they wanted it.
     """
     from tula_hpc.control.controller import Controller  # loads pandas, which a finished run can do without
     from tula_hpc.control.lease import controlling
@@ -72,12 +73,10 @@ def control(
     with controlling(run) as lease:
         settings = settings or read_settings(run)
         scheduler = scheduler_of(settings, run)
-        if started_by_user:
-            _uncancel(run, command, display)
+        _take_back(taken_back, run, command, display)
 
         def heartbeat() -> None:
-            if run.cancelled.exists():
-                raise RunCancelled(f"the run was cancelled; to go on with it: {shown('attach', str(run.path))}")
+            refuse_cancelled(run)
             lease.refresh()
 
         try:
@@ -107,16 +106,38 @@ def shown(*arguments: str) -> str:
     return shlex.join(["python", "-m", "tula_hpc", *arguments])
 
 
-def _uncancel(run: RunFolder, command: list[str], display: Display) -> None:
+def cancel_of(run: RunFolder) -> str | None:
+    """Which cancel is in effect; None if none is. Asked when a command begins: what comes after that is not the
+    command's to take back."""
+    try:
+        return run.cancelled.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def refuse_cancelled(run: RunFolder) -> None:
+    """
+    Raises:
+        RunCancelled: If the run is.
+    """
+    if run.cancelled.exists():
+        raise RunCancelled(f"the run was cancelled; to go on with it: {shown('attach', str(run.path))}")
+
+
+def _take_back(cancel: str | None, run: RunFolder, command: list[str], display: Display) -> None:
     """A user who starts a cancelled run wants it after all, and with it the jobs that ended then. Only for who holds
-    the lease; the wish is on record before the mark is gone, so a crash does not lose it."""
+    the lease; the wish is on record before the mark is gone, so a crash does not lose it.
+
+    Raises:
+        RunCancelled: If another cancel came since.
+    """
     from tula_hpc.control.journal import Journal
 
-    if not run.cancelled.exists():
-        return
-    Journal(run.journal).started(socket.gethostname(), shlex.join(command), after_cancel=True)
-    run.cancelled.unlink(missing_ok=True)
-    display.say("this run was cancelled; it goes on now")
+    if cancel is not None and cancel == cancel_of(run):
+        Journal(run.journal).started(socket.gethostname(), shlex.join(command), after_cancel=True)
+        run.cancelled.unlink(missing_ok=True)
+        display.say("this run was cancelled; it goes on now")
+    refuse_cancelled(run)
 
 
 def folder_of(settings: Settings) -> RunFolder:
@@ -143,7 +164,9 @@ def scheduler_of(settings: Settings, run: RunFolder) -> Scheduler:
     return SlurmScheduler(settings, run) if on_slurm else LocalScheduler(settings)
 
 
-def _send_away(settings: Settings, run: RunFolder, command: list[str], display: Display) -> None:
+def _send_away(
+    settings: Settings, run: RunFolder, command: list[str], display: Display, taken_back: str | None
+) -> None:
     """Submit the controller as a job, unless there is one, and say how to follow it."""
     from tula_hpc.control import away
     from tula_hpc.control.controller import Controller
@@ -152,7 +175,7 @@ def _send_away(settings: Settings, run: RunFolder, command: list[str], display: 
     try:
         with controlling(run):  # one submission at a time
             job = away.queued_controller(run)
-            _uncancel(run, command, display)
+            _take_back(taken_back, run, command, display)
             Controller(settings, run, scheduler_of(settings, run), display, command).write_down_the_run()
             if job is None:
                 job_id = away.submit_controller(settings, run)

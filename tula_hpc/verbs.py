@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
 from tula_hpc.signatures import refuse_changed_code
-from tula_hpc.starting import RunCancelled, control, shown
+from tula_hpc.starting import RunCancelled, cancel_of, control, refuse_cancelled, shown
 
 # How long a controller may take to leave a run that was cancelled; it looks at its jobs more often than that.
 LEAVES_WITHIN_S = 60.0
@@ -115,6 +116,7 @@ def attach(arguments: list[str], display: Display) -> None:
     from tula_hpc.control.lease import holder_of
 
     run = _only_a_run("attach", arguments)
+    cancel = cancel_of(run)
     if run.is_finished:
         display.choice(run)
         display.result(run)
@@ -125,7 +127,7 @@ def attach(arguments: list[str], display: Display) -> None:
     if holder_of(run) is None and _waiting_controller(run) is None:
         command = _where_it_was_begun(run)
         try:
-            control(None, run, command, display)
+            control(None, run, command, display, cancel)
             return
         except RunIsHeld:  # by somebody who began at the same moment
             pass
@@ -171,7 +173,7 @@ def _control_as_a_job(run: RunFolder, display: Display) -> None:
                 display.say("the run was cancelled; nothing to do")
                 return
             try:
-                control(None, run, _where_it_was_begun(run), display, started_by_user=False)
+                control(None, run, _where_it_was_begun(run), display, taken_back=None)
                 return
             except RunIsHeld as error:
                 if time.monotonic() > deadline:
@@ -248,9 +250,8 @@ def _watch(run: RunFolder, display: Display) -> None:
     if run.is_finished:
         display.choice(run)
         display.result(run)
-    elif run.cancelled.exists():
-        raise RunCancelled(f"the run was cancelled; to go on with it: {shown('attach', str(run.path))}")
     else:
+        refuse_cancelled(run)
         raise TulaError(f"nobody works on {run.path} any more; to go on with it: {shown('attach', str(run.path))}")
 
 
@@ -332,7 +333,7 @@ def cancel(arguments: list[str], display: Display) -> None:
         return
     on_slurm = read_plain_settings(run).get("cluster", {}).get("kind") == ClusterKind.slurm.name  # of any version
     ended = _queued_now(run) if on_slurm else set()  # its controller may be faster than we, once it finds the mark
-    write_text(run.cancelled, "")
+    write_text(run.cancelled, uuid.uuid4().hex)
     if on_slurm:
         ended |= _end_queued(run)
     left = _wait_until_it_left(run)
