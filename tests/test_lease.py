@@ -100,6 +100,24 @@ def _compete(run: RunFolder, start: Any, results: Any) -> None:
         start.wait()
 
 
+def test_a_lease_that_is_taken_while_slurm_is_asked_stays(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    """Who found the old holder gone looks again: the run is another's by now, and is not touched."""
+    leave_a_lease(run_folder, host="login2", token="gone")
+
+    def ask(holder: dict[str, Any]) -> bool:
+        if holder["token"] == "gone":
+            leave_a_lease(run_folder, host="login3")
+        return bool(holder["token"] == "gone")
+
+    moved: list[Any] = []
+    monkeypatch.setattr(lease_module, "is_gone", ask)
+    monkeypatch.setattr(lease_module.os, "rename", lambda *paths: moved.append(paths))
+    with pytest.raises(TulaError, match="login3"):
+        Lease(run_folder).take()
+    assert moved == []
+    assert read_json(run_folder.lease)["host"] == "login3"
+
+
 def test_of_many_at_once_one_gets_it(run_folder: RunFolder):
     """Controllers that find the same expired lease at the same moment do not share the run."""
     leave_a_lease(run_folder, host="login2", refreshed=0.0)

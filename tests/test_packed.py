@@ -20,6 +20,9 @@ from tula_hpc.control.local import LocalScheduler
 from tula_hpc.control.packing import submissions
 from tula_hpc.control.scheduler import Seen
 from tula_hpc.control.verdicts import QueueState, Verdict
+from tula_hpc.ranks.job import _is_mine
+from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.packed import _Turns
 from tula_hpc.ranks.timings import read_point
 from tula_hpc.runs import AttemptFolder, RunFolder, read_json, write_json
 
@@ -123,6 +126,38 @@ def test_attempts_of_any_size_run_one_after_the_other(attempts: Callable[..., li
     assert [point["num_nodes"] for point in points] == [1, 2]
     assert f"rank 1 has no part in {folders[0].path}" in printed[1]
     assert [log.name for log in sorted(folders[1].path.glob("*.log"))] == ["rank-0000.log", "rank-0001.log"]
+
+
+def test_a_job_that_was_started_again_does_not_take_an_earlier_launchs_errors_for_its_own(
+    attempts: Callable[..., list[AttemptFolder]], monkeypatch: pytest.MonkeyPatch
+):
+    """Before its own launch is on record and after: the attempt is measured, and no error is left of it."""
+    candidate = Candidate(2, 32)
+    (folder,) = attempts([candidate])
+    write_json(folder.claim / "owner.json", {"job": "7"})
+    write_json(folder.launch, {"launch": "7-0", "host": "n1", "time": 0.0})
+    for rank in range(2):
+        error = {"kind": "host_oom", "message": "ran out", "rank": rank, "launch": "7-0", "time": 0.0}
+        write_json(folder.rank_error(rank), error)
+    assert len(folder.errors()) == 2
+    assert not _Turns(Rank(0, 2, 0, "7-1", "7"))._another_failed(folder)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run([folder], 2)
+    assert read_point(folder, candidate)["num_nodes"] == 2
+    assert not list(folder.path.glob("error-*"))
+
+
+@pytest.mark.parametrize("owner", [None, "7", "8"])
+def test_one_job_works_on_an_attempt(attempts: Callable[..., list[AttemptFolder]], owner: str | None):
+    """The first that claims it, also where one was killed while it did; another job leaves it alone."""
+    (folder,) = attempts([Candidate(1, 32)])
+    folder.claim.mkdir()
+    if owner is not None:
+        write_json(folder.claim / "owner.json", {"job": owner})
+    assert _is_mine(folder, Rank(0, 1, 0, "7-0", "7"), patience_s=1.0) == (owner != "8")
+    assert read_json(folder.claim / "owner.json")["job"] == (owner or "7")
+    assert folder.launch.exists() == (owner != "8")
+    assert not list(folder.path.glob(".claim-*"))
 
 
 def test_a_killed_rank_ends_its_attempt_and_nothing_else(

@@ -51,5 +51,9 @@ class RecordError(TulaError):
     """A file of a run folder is missing, torn, of another version or makes no sense; the message names it."""
 
 
+class RecordMissing(RecordError):
+    """The file is not there."""
+
+
 class RunIsHeld(TulaError):
     """Another controller works on the run."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tula_hpc.errors import RecordError
+from tula_hpc.errors import RecordError, RecordMissing
 
 FORMAT_VERSION = 1
 
@@ -89,12 +89,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        RecordError: If the file is missing, torn, or of another format version.
+        RecordMissing: If there is no such file.
+        RecordError: If it is torn or of another format version.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecordError(f"{path} is missing") from None
+        raise RecordMissing(f"{path} is missing") from None
     except ValueError as error:
         raise RecordError(f"{path} is not whole ({error}); delete it and run the command again") from None
     if not isinstance(value, dict) or value.get("version") != FORMAT_VERSION:

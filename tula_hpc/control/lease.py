@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_hpc.control import away
-from tula_hpc.errors import RecordError, RunIsHeld, TulaError
+from tula_hpc.errors import RecordError, RecordMissing, RunIsHeld, TulaError
 from tula_hpc.runs import RunFolder, read_json, write_json
 
 # Long, because a controller may wait minutes for a Slurm that does not answer; on one host death is seen at once.
@@ -70,19 +70,22 @@ class Lease:
     def _clear_away_a_dead_one(self) -> None:
         try:
             holder = read_json(self._run.lease)
+        except RecordMissing:  # just given back
+            return
         except RecordError as error:
-            if not self._run.lease.exists():  # just given back
-                return
             raise TulaError(f"{error}; if no tula_hpc works on {self._run.path}, delete that file") from None
         if not is_gone(holder):
             raise RunIsHeld(
                 f"another tula_hpc already works on {self._run.path}: {describe(holder)}; watch it with: "
                 f"{shlex.join(['python', '-m', 'tula_hpc', 'attach', str(self._run.path)])}"
             )
+        with suppress(RecordError):  # to ask Slurm takes its time, and somebody may have been faster
+            if read_json(self._run.lease)["token"] != holder["token"]:
+                return
         aside = self._run.path / f".lease-of-{holder['token']}"
         with suppress(FileNotFoundError):
             os.rename(self._run.lease, aside)
-            if read_json(aside)["token"] != holder["token"]:  # somebody else was faster, and this is theirs
+            if read_json(aside)["token"] != holder["token"]:  # faster by so little, and this is theirs
                 with suppress(FileExistsError):
                     os.link(aside, self._run.lease)
             aside.unlink()

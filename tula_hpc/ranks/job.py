@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,11 +142,7 @@ def _is_mine(attempt: AttemptFolder, me: Rank, patience_s: float = 120.0) -> boo
         return False
     owner = attempt.claim / "owner.json"
     if me.is_first:
-        try:
-            attempt.claim.mkdir()
-            write_json(owner, {"job": me.owner, "host": socket.gethostname(), "time": time.time()})
-        except FileExistsError:
-            pass
+        _claim(attempt, me)
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -160,6 +158,20 @@ def _is_mine(attempt: AttemptFolder, me: Rank, patience_s: float = 120.0) -> boo
     if me.is_first:
         write_json(attempt.launch, {"launch": me.launch, "host": socket.gethostname(), "time": time.time()})
     return True
+
+
+def _claim(attempt: AttemptFolder, me: Rank) -> None:
+    """Make this job the attempt's owner if none is. The folder comes with what it holds: a job that is killed here
+    leaves no claim, or its own."""
+    mine = attempt.path / f".claim-{uuid.uuid4().hex}"
+    mine.mkdir()
+    write_json(mine / "owner.json", {"job": me.owner, "host": socket.gethostname(), "time": time.time()})
+    try:
+        mine.rename(attempt.claim)  # one that holds something is not replaced
+    except OSError:
+        shutil.rmtree(mine, ignore_errors=True)
+        if not attempt.claim.exists():
+            raise
 
 
 def _work(attempt: AttemptFolder, request: dict[str, Any], me: Rank, warning: EarlyWarning) -> None:

@@ -117,7 +117,8 @@ class _Turns:
 
     def _run(self, attempt: AttemptFolder, world_size: int) -> None:
         """Start this rank's process of the attempt and see it to its end."""
-        attempt.rank_end(self.me.rank).unlink(missing_ok=True)  # of an earlier launch of the job
+        for of_an_earlier_launch in (attempt.rank_end(self.me.rank), attempt.rank_error(self.me.rank)):
+            of_an_earlier_launch.unlink(missing_ok=True)
         environment = {
             **os.environ,
             "TULA_RANK": str(self.me.rank),
@@ -159,13 +160,17 @@ class _Turns:
             now = time.monotonic()
             if failing_since is None and now - looked > LOOK_FOR_ERRORS_EVERY_S:
                 looked = now
-                failing_since = now if attempt.errors() else None
+                failing_since = now if self._another_failed(attempt) else None
             if failing_since is not None and now - failing_since > GRACE_S and child.poll() is None:
                 ended_by_us = True
                 print(f"another rank of {attempt.path} has failed; this one is ended", flush=True)
                 _kill_group(child)
         _kill_group(child)
         return ended_by_us
+
+    def _another_failed(self, attempt: AttemptFolder) -> bool:
+        """Whether a rank of this launch has; the launch that is on record may still be an earlier one."""
+        return any(error.get("launch") in (None, self.me.launch) for error in attempt.errors())
 
     def _report_for_child(self, attempt: AttemptFolder, code: int) -> None:
         """Say how a process ended that could not say it itself."""
