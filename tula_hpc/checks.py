@@ -117,25 +117,50 @@ def _value(settings: Settings, key: str) -> Any:
 
 def check(settings: Settings) -> list[str]:
     """Every rule the settings break, one sentence each: key, value, limit and way out. Changes nothing."""
+    first = (
+        _check_signs,
+        _check_folders,
+        _check_times,
+        _check_queue_waits,
+        _check_service_units,
+        _check_shape,
+        _check_method_values,
+        _check_training_values,
+        _check_sbatch,
+        _check_controller,
+        _check_node_types,
+    )
+    problems = [problem for rule in first for problem in rule(settings)]
+    if problems:  # what follows computes with these values
+        return problems
+    further = (_check_method, _check_optimizer, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
+    return [problem for rule in further for problem in rule(settings)]
+
+
+def _check_signs(settings: Settings) -> list[str]:
+    """What a number alone, or with the one above it, must be."""
+    positive, not_negative = ({key: _value(settings, key) for key in keys} for keys in (_POSITIVE, _NOT_NEGATIVE))
     problems = [
-        f"{key} is {_value(settings, key)}; it must be greater than 0 and finite"
-        for key in _POSITIVE
-        if _value(settings, key) is not None and not 0 < _value(settings, key) < math.inf
+        f"{key} is {value}; it must be greater than 0 and finite"
+        for key, value in positive.items()
+        if value is not None and not 0 < value < math.inf
     ]
     problems += [
-        f"{key} is {_value(settings, key)}; it must be 0 or greater and finite"
-        for key in _NOT_NEGATIVE
-        if _value(settings, key) is not None and not 0 <= _value(settings, key) < math.inf
+        f"{key} is {value}; it must be 0 or greater and finite"
+        for key, value in not_negative.items()
+        if value is not None and not 0 <= value < math.inf
     ]
     for low, high in _RANGES:
-        if None not in (_value(settings, low), _value(settings, high)) and _value(settings, low) > _value(
-            settings, high
-        ):
-            problems.append(
-                f"{low} is {_value(settings, low)}, above {high}={_value(settings, high)}; lower one or raise the other"
-            )
+        least, most = _value(settings, low), _value(settings, high)
+        if least is not None and most is not None and least > most:
+            problems.append(f"{low} is {least}, above {high}={most}; lower one or raise the other")
     if not 0 < settings.memory_fraction <= 1:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
+    return problems
+
+
+def _check_folders(settings: Settings) -> list[str]:
+    problems = []
     if re.fullmatch(r"[^/\0]+", settings.name) is None or settings.name in (".", ".."):
         problems.append(f"name is {settings.name!r}; it becomes a folder name, so use one without '/'")
     folder = str(Path(settings.run_root).expanduser().absolute() / settings.name)
@@ -144,53 +169,64 @@ def check(settings: Settings) -> list[str]:
             f"run_root and name make the path {folder!r}, and Slurm puts something else for {pattern[0]} in the paths "
             "of logs; choose a run_root, or a folder to start from, without that"
         )
-    for key in ("cluster.profile_time_limit_min", "cluster.hang_timeout_min"):
-        minutes = _value(settings, key)
-        if 60 * minutes <= settings.search.max_seconds < math.inf:
-            problems.append(
-                f"{key} is {minutes:g}, and a candidate may be timed for search.max_seconds="
-                f"{settings.search.max_seconds:g}; raise the one or lower the other, and leave a minute for the start"
-            )
-    if not 0 <= settings.training.seed < 2**63:
-        problems.append(f"training.seed is {settings.training.seed}; it must lie in [0, 2^63)")
-    problems += _check_queue_waits(settings) + _check_service_units(settings)
-    milestones = settings.training.milestones
-    if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
-        problems.append(f"training.milestones is {milestones}; list epochs from 1 on in rising order")
-    if any(size < 1 for size in settings.workload.input_shape) or settings.workload.num_classes < 0:
+    if not settings.run_root.strip():
+        problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
+    return problems
+
+
+def _check_times(settings: Settings) -> list[str]:
+    """A job, and the patience with it, outlast the timing of a candidate."""
+    return [
+        f"{key} is {_value(settings, key):g}, and a candidate may be timed for search.max_seconds="
+        f"{settings.search.max_seconds:g}; raise the one or lower the other, and leave a minute for the start"
+        for key in ("cluster.profile_time_limit_min", "cluster.hang_timeout_min")
+        if 60 * _value(settings, key) <= settings.search.max_seconds < math.inf
+    ]
+
+
+def _check_shape(settings: Settings) -> list[str]:
+    workload = settings.workload
+    if all(size >= 1 for size in workload.input_shape) and workload.num_classes >= 0:
+        return []
+    return [
+        f"workload.input_shape is {workload.input_shape} and workload.num_classes {workload.num_classes}; sizes must "
+        "be 1 or greater"
+    ]
+
+
+def _check_method_values(settings: Settings) -> list[str]:
+    method, problems = settings.method, []
+    if method.scale_floor is not None and method.scale_floor > 1:
+        problems.append(f"method.scale_floor is {method.scale_floor}; it must be at most 1, the unscaled step")
+    if method.scale_cap is not None and method.scale_cap < 1:
+        problems.append(f"method.scale_cap is {method.scale_cap}; it must be at least 1, the unscaled step")
+    if not 0 <= method.step_floor <= method.step_cap:
         problems.append(
-            f"workload.input_shape is {settings.workload.input_shape} and workload.num_classes "
-            f"{settings.workload.num_classes}; sizes must be 1 or greater"
+            f"method.step_floor is {method.step_floor}; it must lie between 0 and method.step_cap={method.step_cap}"
         )
-    if settings.method.scale_floor is not None and settings.method.scale_floor > 1:
-        problems.append(f"method.scale_floor is {settings.method.scale_floor}; it must be at most 1, the unscaled step")
-    if settings.method.scale_cap is not None and settings.method.scale_cap < 1:
-        problems.append(f"method.scale_cap is {settings.method.scale_cap}; it must be at least 1, the unscaled step")
-    if not 0 <= settings.method.step_floor <= settings.method.step_cap:
-        problems.append(
-            f"method.step_floor is {settings.method.step_floor}; it must lie between 0 and method.step_cap="
-            f"{settings.method.step_cap}"
-        )
-    betas = settings.training.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        problems.append(f"training.betas is {betas}; give two weights of the past in [0, 1), such as [0.9, 0.999]")
     for key in ("method.scale_smoothing", "method.delta_smoothing"):
         if not 0 <= _value(settings, key) < 1:
             problems.append(f"{key} is {_value(settings, key)}; it must lie in [0, 1), the weight of the past")
-    curvature_samples = settings.training.curvature_samples
-    if curvature_samples is not None and curvature_samples > settings.train_samples:
+    return problems
+
+
+def _check_training_values(settings: Settings) -> list[str]:
+    training, problems = settings.training, []
+    if not 0 <= training.seed < 2**63:
+        problems.append(f"training.seed is {training.seed}; it must lie in [0, 2^63)")
+    milestones = training.milestones
+    if milestones != sorted(milestones) or any(epoch < 1 for epoch in milestones):
+        problems.append(f"training.milestones is {milestones}; list epochs from 1 on in rising order")
+    betas = training.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.append(f"training.betas is {betas}; give two weights of the past in [0, 1), such as [0.9, 0.999]")
+    if training.curvature_samples is not None and training.curvature_samples > settings.train_samples:
         problems.append(
-            f"training.curvature_samples is {curvature_samples}, and there are {settings.train_samples} training "
-            "samples (workload.train_samples, data.train_samples); give at most that many, some hundred are enough"
+            f"training.curvature_samples is {training.curvature_samples}, and there are {settings.train_samples} "
+            "training samples (workload.train_samples, data.train_samples); give at most that many, some hundred are "
+            "enough"
         )
-    if not settings.run_root.strip():
-        problems.append("run_root is ''; give the folder that holds the run folders, such as runs")
-    problems += _check_sbatch(settings) + _check_controller(settings)
-    problems += _check_node_types(settings)
-    if problems:  # what follows computes with these values
-        return problems
-    further = (_check_method, _check_optimizer, _check_grid, _check_budget, _check_workload, _check_data, _check_local)
-    return [problem for rule in further for problem in rule(settings)]
+    return problems
 
 
 _PRICES_OF_TYPES = {
