@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -283,6 +283,17 @@ def test_tied_weights_are_kept_out_by_any_of_their_names():
         assert [p.shape for p in scaled["params"]] == [(5,)]
 
 
+def test_a_shared_module_is_kept_out_by_any_of_its_names():
+    """Its second name fits as well, and the error counts it once."""
+    table = nn.Embedding(5, 3)
+    model = nn.ModuleDict({"source": table, "target": table, "head": nn.Linear(3, 5)})
+    scaled, unscaled = scaled_and_unscaled(model, ["target*"])
+    assert unscaled["params"] == [table.weight]
+    assert len(scaled["params"]) == 2
+    with pytest.raises(ValueError, match=r"It trains 3: source\.weight, target\.weight"):
+        scaled_and_unscaled(model, ["embed*"])
+
+
 def test_variability_sees_all_parameters():
     """Also the gradients of groups that are not scaled decide whether a step is calm."""
     scaled, excluded = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -461,6 +472,84 @@ def test_refresh_leaves_no_trace():
     after = (dict(model.named_buffers()), [p.grad for p in model.parameters()], torch.get_rng_state())
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert model.training
+
+
+def test_refresh_leaves_no_trace_in_what_is_computed_again():
+    """With activation checkpointing the backward pass of the refresh goes through the module once more."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = noisy_net()
+
+        def forward(self, inputs):
+            return torch.utils.checkpoint.checkpoint(self.net, inputs, use_reentrant=False)
+
+    model = Checkpointed()
+    optimizer = tula(model)
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+
+def test_a_refresh_needs_no_targets_where_the_loss_has_none():
+    """As an autoencoder's; nor does it need every entry of a batch."""
+    model = Mean(6)
+    optimizer = tula(model)
+    inputs = data()[0] + 0.5
+    mean_loss(model(inputs), None).backward()
+    optimizer.refresh(model, mean_loss, inputs)
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] != 1.0
+
+
+def test_batches_of_other_mappings_are_taken_and_of_other_things_refused():
+    """A UserDict, as tokenizers return, keeps its type; text is named."""
+    batch = UserDict({"mask": None, "ids": torch.arange(4)})
+    taken = reference.take(batch, torch.tensor([2]))
+    assert type(taken) is UserDict
+    assert taken["ids"].tolist() == [2]
+    assert reference.batch_size(batch) == 4
+    for ask in (reference.batch_size, lambda batch: reference.take(batch, torch.tensor([0]))):
+        with pytest.raises(TypeError, match="holds a str"):
+            ask(["a caption"])
+
+
+def test_a_refresh_without_gradients_says_so():
+    """After `zero_grad` there is nothing to compare with."""
+    model = small_net()
+    with pytest.warns(UserWarning, match="before zero_grad"):
+        tula(model).refresh(model, nn.functional.cross_entropy, *data())
+
+
+def test_a_frozen_layer_that_keeps_a_gradient_is_not_measured():
+    """As `zero_grad(set_to_none=False)` leaves one."""
+    model = small_net()
+    optimizer = tula(model)
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    model[0].requires_grad_(False)
+    optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    optimizer.step()
+    assert set(optimizer.state_dict()["ags"]["scales"]) == {2, 3}
+
+
+def test_a_short_batch_keeps_the_scale_also_of_what_it_does_not_use():
+    """Whether the scale of other parameters is given up is decided where a new one was measured."""
+    model = small_net()
+    optimizer = tula(model, gate="off")
+    train(model, optimizer, 2, refresh_every=1)
+    held = optimizer.statistics()["mean_scale"]
+    inputs, targets = data(batch=4)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    model[0].weight.grad = None
+    with pytest.warns(UserWarning, match="keeps its scale"):
+        optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] == held != 1.0
 
 
 def test_refresh_takes_nested_inputs():

@@ -241,6 +241,100 @@ def test_a_state_of_another_geometry_drops_norm_and_scale(change):
     torch.testing.assert_close([s["momentum_buffer"] for s in other.state.values()], momentum, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("saved_by", ["plain", "wrapped"])
+@pytest.mark.filterwarnings("ignore:This is the state of a plain optimizer")
+def test_what_is_left_unscaled_is_not_the_states_to_say(saved_by):
+    """A group with ags=False stays so when a state is loaded that knows of none, and scales of it are given up."""
+
+    def build(unscaled):
+        model = small_net()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        if unscaled:
+            groups[1]["ags"] = False
+        return model, TulaOptimizer(SGD(groups, lr=0.1), global_batch=BATCH, small_batch=4, gate="off")
+
+    model, before = build(unscaled=False)
+    train(model, before, 2, refresh_every=1)
+    model, optimizer = build(unscaled=True)
+    optimizer.load_state_dict(before.optimizer.state_dict() if saved_by == "plain" else before.state_dict())
+    assert [group.get("ags", True) for group in optimizer.param_groups] == [True, False]
+    assert optimizer.mean_scale == 1.0
+
+
+def test_resuming_before_the_first_refresh_keeps_its_time():
+    """Also where nothing was done yet, and where it lies further away than the usual distance."""
+    model = small_net()
+    optimizer = tula(model, refresh_every=2, first_refresh=6)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 5)
+    resumed = tula(model, refresh_every=2, first_refresh=6)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert not resumed.refresh_due
+    train(model, resumed, 1)
+    assert resumed.refresh_due
+
+
+def test_an_only_refresh_is_due_again_for_another_batch():
+    """What it measured was dropped with the old one."""
+    model = small_net()
+    optimizer = tula(model, first_refresh=0)
+    train(model, optimizer, 1, refresh_every=1)
+    assert not optimizer.refresh_due
+    optimizer.set_batch(2 * BATCH)
+    assert optimizer.refresh_due
+
+
+def test_a_parameter_put_in_the_place_of_another_is_scaled():
+    """As in training that adds and removes points of a scene: the group's list stays, and what it holds changes."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = TulaOptimizer(SGD([weight], lr=1.0), global_batch=4, static_scale=3.0, gate="off")
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    other = nn.Parameter(torch.zeros(2))
+    optimizer.param_groups[0]["params"][0] = other
+    other.grad = torch.ones(2)
+    optimizer.step()
+    assert other.tolist() == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize("granularity", ["element", "channel", "tensor", "global"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(granularity, default):
+    """Scales are fp32 whatever new tensors are."""
+    before = torch.get_default_dtype()
+    model = small_net()
+    optimizer = tula(model, granularity=granularity, gate="off")
+    torch.set_default_dtype(default)
+    try:
+        inputs, targets = data()
+        inputs = inputs.float()
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+            optimizer.step()
+        scales = optimizer.state_dict()["ags"]["scales"].values()
+    finally:
+        torch.set_default_dtype(before)
+    assert {scale.dtype for scale in scales} == {torch.float32}
+
+
+def test_sparse_gradients_of_a_later_group_are_refused():
+    """Gradients are looked at again when there are more of them."""
+    model, table = small_net(), nn.Embedding(4, 3, sparse=True)
+    optimizer = tula(model)
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": table.parameters()})
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse gradient"):
+        optimizer.step()
+
+
+def test_parameters_in_the_place_of_an_optimizer_are_told():
+    with pytest.raises(TypeError, match="wraps an optimizer"):
+        TulaOptimizer(small_net().parameters(), global_batch=8, small_batch=4)
+
+
 def test_a_plain_state_loads_with_a_warning():
     """A checkpoint of the inner optimizer alone can be continued with AGS."""
     model = small_net()

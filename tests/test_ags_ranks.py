@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import warnings
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def two_ranks(rank, folder):
             optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
     optimizer.step()
     found["scales_after_short_batch"] = optimizer.state_dict()["ags"]["scales"]
+    optimizer.refresh_every, optimizer._next_refresh, due = 2, optimizer._steps, []
+    for batch in (4, BATCH):  # too short on both, and full
+        optimizer.zero_grad()
+        inputs, targets = data(0, batch=batch)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+        optimizer.step()
+        due.append(optimizer.refresh_due)
+    found["due"] = due
 
     mean = nn.parallel.DistributedDataParallel(Mean(6))
     optimizer = TulaOptimizer(SGD(mean.parameters(), lr=1.0), global_batch=2 * BATCH, small_batch=8)
@@ -117,6 +129,11 @@ def test_one_rank_without_a_sub_batch_voids_the_refresh(both_ranks):
     """If one rank's batch is too short nobody waits for it, and all keep their scale."""
     for found in both_ranks:
         torch.testing.assert_close(found["scales_after_short_batch"], found["scales"], rtol=0, atol=0)
+
+
+def test_a_short_batch_postpones_a_refresh_on_all_ranks(both_ranks):
+    """It is due until a step follows one that measured, as on one rank."""
+    assert [found["due"] for found in both_ranks] == [[True, False]] * 2
 
 
 def test_ranks_measure_the_gradient_of_their_joint_sub_batch(both_ranks):

@@ -91,6 +91,42 @@ def test_momentum_follows_its_policy(two_ranks: Run, momentum: str):
             torch.testing.assert_close(now, (mine + other) / 2 if momentum == "average" else torch.zeros_like(mine))
 
 
+def used_by_one(rank: int) -> list[Any]:
+    """Average where one rank alone has trained a layer; that layer's momenta before and after."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averaging = PostLocalSGD(model, optimizer, period=1, momentum="average")
+    for layer in model if rank == 0 else model[:1]:
+        layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = buffers_of(optimizer)
+    averaging.after_step()
+    return [before, buffers_of(optimizer), state(model)]
+
+
+def test_a_layer_that_one_rank_has_not_used_is_averaged(two_ranks: Run):
+    """What a rank has no momentum of counts as 0; nobody waits for it."""
+    (before, after, model), (_, others, other_model) = two_ranks(used_by_one)
+    assert (len(after), len(others)) == (4, 2)
+    torch.testing.assert_close(after[2:], [momentum / 2 for momentum in before[2:]])
+    torch.testing.assert_close(model, other_model, rtol=0, atol=0)
+
+
+def compiled(rank: int) -> list[torch.Tensor]:
+    """The gradient of a local step through torch.compile(DDP(model))."""
+    replica = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager")
+    averaging = PostLocalSGD(replica, torch.optim.SGD(replica.parameters(), lr=0.1), period=2)
+    averaging.module(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    return [p.grad for p in replica.parameters() if p.grad is not None]
+
+
+def test_local_steps_of_a_compiled_replica_are_local(two_ranks: Run):
+    first, second = two_ranks(compiled)
+    assert [grad.flatten().tolist() for grad in first] == [[1.0, 1.0], [1.0]]
+    assert [grad.flatten().tolist() for grad in second] == [[2.0, 2.0], [1.0]]
+
+
 def test_tensors_of_two_types_are_averaged_together():
     """Half-precision weights beside fp32 statistics are no obstacle, also without other ranks."""
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.BatchNorm1d(2))

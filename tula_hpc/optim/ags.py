@@ -143,7 +143,7 @@ class TulaOptimizer(WrappedOptimizer):
         problems = _setting_problems(self) + self._gate.problems() + self._meter.problems(small_batch)
         if problems:
             raise ValueError(f"TulaOptimizer: {' '.join(problems)}")
-        self._checked = False
+        self._checked = 0  # gradients
         gradients.refuse_sharded(self._parameters())
         self._notices = Notices()
         self._steps = 0
@@ -227,12 +227,12 @@ class TulaOptimizer(WrappedOptimizer):
         one = gradients.constant(1.0, excess.device)
         return one + excess if gate_open is None else torch.addcmul(one, excess, gate_open)
 
-    def observe_norm(self, total_norm: Tensor) -> None:
+    def observe_norm(self, total_norm: Tensor | float) -> None:
         """Use this L2 norm of all gradients for the next step's Δ: what `clip_grad_norm_` returns, before clipping.
 
         Clipped gradients have a nearly constant norm, so that Δ of them would call every step calm.
         """
-        norm = total_norm.detach().float().square()
+        norm = torch.as_tensor(total_norm).detach().float().square()
         self._gate.observed = norm.to(self._parameters()[0].device)
 
     @property
@@ -260,34 +260,46 @@ class TulaOptimizer(WrappedOptimizer):
         Call it on every rank after `backward` and before `step()`, when `.grad` holds the mean gradient of a *full*
         batch, neither clipped nor multiplied by a loss scale, and under the same autocast as the forward pass. The
         reference "subbatch" costs one forward and backward pass over small_batch / ranks samples per sub-batch and one
-        all-reduce of the gradients, and needs the four arguments; while it runs, up to three fp32 copies of the model
-        more. Buffers, `.grad`, the random stream and DDP stay untouched. The other references cost one small
-        all-reduce, of numbers they have noted before. Does nothing under a static scale or while AGS is inactive.
+        all-reduce of the gradients, and needs the four arguments (the last only if the loss does); while it runs, up to
+        three fp32 copies of the model more. It takes the gradient by `torch.autograd.grad`, which reentrant activation
+        checkpointing and torch.jit.script do not allow. Buffers, `.grad`, the random stream and DDP stay untouched. The
+        other references cost one small all-reduce, of numbers they have noted before. Several ranks agree first
+        whether all of them can measure, and wait for the device to know. Does nothing under a static scale or while AGS
+        is inactive.
 
         Args:
             model: Called as `model(inputs)`; DDP and compiled modules are unwrapped.
             loss_fn: Mean loss of `(outputs, targets)`.
-            inputs: This rank's batch (or its last micro-batch): a tensor, or tensors in a tuple, list or dict.
+            inputs: This rank's batch (or its last micro-batch): a tensor, or tensors in a tuple, list or mapping.
             targets: Likewise.
             loss_scale: What GradScaler multiplies the loss by, `scaler.get_scale()`: against underflow in fp16 the
                 sub-batch loss is multiplied by it as well, and what was noted before `unscale_` is divided by it.
         """
         if not self.active or self.static_scale is not None:
             return
-        parameters = [p for p in self._parameters(scaled_only=True) if p.grad is not None]
+        parameters = self._measured_parameters()
         large_gradients: list[Any] = [p.grad for p in parameters]
         gradients.refuse_unusual(large_gradients)
         if not parameters:
+            self._notices.say(
+                "AGS keeps its scale: no parameter that may be scaled has a gradient; call refresh after backward and "
+                "before zero_grad."
+            )
             return
-        if self._scales is None or not _same(parameters, self._scales.parameters):
-            self._scales, self._meter.averages = None, None
+        anew = self._scales is None or not _same(parameters, self._scales.parameters)
         self._pending = None  # there is one if the step after the last refresh was skipped
-        batch = None if model is None or loss_fn is None else SubBatchPass(model, loss_fn, inputs, targets)
+        batch = None
+        if model is not None and loss_fn is not None and inputs is not None:
+            batch = SubBatchPass(model, loss_fn, inputs, targets)
+        averages = self._meter.averages
+        if anew:
+            self._meter.averages = None
         measured = self._meter.measure(parameters, self.global_batch, self.small_batch, batch, loss_scale)
         if measured is None:
+            self._meter.averages = averages
             return
         found, usable = measured
-        if self._scales is None:
+        if self._scales is None or anew:
             self._scales = Scales(parameters, self._meter.granularity)
         excess = torch._foreach_sub(found, 1.0)
         held = self._scales.excess or [torch.zeros_like(e) for e in excess]
@@ -305,8 +317,11 @@ class TulaOptimizer(WrappedOptimizer):
         if self._meter.reference != "microbatch":
             raise ValueError(f"TulaOptimizer has the reference {self._meter.reference!r}; make it with 'microbatch'.")
         if self._notes():
-            parameters = [p for p in self._parameters(scaled_only=True) if p.grad is not None]
-            self._meter.note_microbatch(parameters, num_microbatches)
+            self._meter.note_microbatch(self._measured_parameters(), num_microbatches)
+
+    def _measured_parameters(self) -> list[Tensor]:
+        """What may be scaled and takes part in the step; a frozen parameter may hold an old gradient."""
+        return [p for p in self._parameters(scaled_only=True) if p.grad is not None and p.requires_grad]
 
     def watch(
         self,
@@ -419,11 +434,14 @@ class TulaOptimizer(WrappedOptimizer):
     def _geometry(self) -> dict[str, Any]:
         """Settings that a measured scale belongs to: a state saved under others gives up its scale."""
         meter = self._meter
-        kept = {key: getattr(meter, key) for key in ("granularity", "reference", "exponent")}
-        return {"global_batch": self.global_batch, "small_batch": self.small_batch, **kept}
+        kept = {key: getattr(meter, key) for key in ("granularity", "reference", "exponent", "s_min", "s_max")}
+        reference_batch = meter.reference_batch(self.global_batch, self.small_batch)
+        batches = {"global_batch": self.global_batch, "small_batch": self.small_batch}
+        return {**batches, "reference_batch": reference_batch, **kept}
 
     def _load_own_state(self, saved: dict[str, Any]) -> None:
-        """Norm and scales are dropped if they were measured at another batch geometry or granularity."""
+        """Norm and scales are dropped if they were measured at another batch geometry or granularity, or with a
+        parameter that is not to be scaled any more."""
         if saved["version"] != 2:
             raise ValueError(f"The AGS state has version {saved['version']}, but this code reads version 2 only.")
         parameters = self._parameters()
@@ -431,8 +449,12 @@ class TulaOptimizer(WrappedOptimizer):
         self._steps, self._meter.draws = saved["steps"], saved["draws"]
         self._scaled_steps = float(saved["scaled_steps"])
         if self.refresh_every is not None and saved["next_refresh"] is not None:
-            self._next_refresh = min(saved["next_refresh"], self._steps + self.refresh_every)
-        if any(saved[key] != value for key, value in self._geometry().items()):
+            latest = max(self._steps + self.refresh_every, self.first_refresh or 0)
+            self._next_refresh = min(saved["next_refresh"], latest)
+        may_be_scaled, known = set(self._parameters(scaled_only=True)), saved["scales"] or saved["pending"] or {}
+        if any(saved.get(key, value) != value for key, value in self._geometry().items()):
+            return
+        if any(parameters[i] not in may_be_scaled for i in known):
             return
         if self.refresh_every is None and self.first_refresh is not None:
             self._next_refresh = saved["next_refresh"]  # None: it was done
@@ -442,7 +464,6 @@ class TulaOptimizer(WrappedOptimizer):
             return None if value is None else value.to(device, copy=True)
 
         self._gate.squared_norm, self._gate.variability = loaded(saved["squared_norm"]), loaded(saved["variability"])
-        known = saved["scales"] or saved["pending"]
         if known:
             self._scales = Scales([parameters[i] for i in known], self._meter.granularity)
             held, pending = (
@@ -461,15 +482,17 @@ class TulaOptimizer(WrappedOptimizer):
         self._scales = self._pending = None
         self._gate.forget()
         self._meter.forget()
+        if self._next_refresh is None and self.first_refresh is not None:  # it was done, once, for what is dropped
+            self._next_refresh = self._steps
 
     def _gradients(self) -> list[Tensor]:
         """All gradients at hand."""
         found: list[Any] = [p.grad for p in self._parameters()]
         if any(grad is None for grad in found):
             found = [grad for grad in found if grad is not None]
-        if not self._checked:
+        if self._checked != len(found):
             gradients.refuse_unusual(found)
-            self._checked = bool(found)
+            self._checked = len(found)
         return found
 
     def _warn_unless_useful(self) -> None:
@@ -495,9 +518,9 @@ def _setting_problems(optimizer: TulaOptimizer) -> list[str]:
     problems = []
     for name in ("global_batch", "small_batch", "refresh_every"):
         value = getattr(optimizer, name)
-        if value is not None and value < 1:
+        if value is not None and not value >= 1:  # so that NaN is refused as well
             problems.append(f"{name} is {value}, but must be at least 1.")
-    if optimizer.static_scale is not None and optimizer.static_scale <= 0:
+    if optimizer.static_scale is not None and not optimizer.static_scale > 0:
         problems.append(f"static_scale is {optimizer.static_scale}, but must exceed 0; 1 changes nothing.")
     if optimizer.small_batch is None and optimizer.static_scale is None and optimizer._meter.reference != "local":
         problems.append("small_batch is missing; give the batch the learning rate was tuned for, or a static_scale.")

@@ -88,7 +88,7 @@ class BoundedOptimizer(WrappedOptimizer):
         if problems:
             raise ValueError(f"BoundedOptimizer: {' '.join(problems)}")
         gradients.refuse_sharded(self._parameters())
-        self._checked = False
+        self._checked = 0  # gradients
         self.bound_factor = 1.0
         self._scales: Tensor | None = None  # of the last step, one for each tensor
         self._sizes: Tensor | None = None
@@ -117,9 +117,9 @@ class BoundedOptimizer(WrappedOptimizer):
             return
         parameters = [p for members, _ in groups for p in members]
         found: list[Any] = [p.grad for p in parameters]
-        if not self._checked:
+        if self._checked != len(found):
             gradients.refuse_unusual(found)
-            self._checked = True
+            self._checked = len(found)
         layout = _layout(tuple((p.ndim, p.numel()) for p in parameters), found[0].device)
         weights, steps = gradients.norms([*parameters, *found]).split(len(parameters))
         rates = [lr for _, lr in groups]
@@ -203,7 +203,7 @@ class _Layout(NamedTuple):
 def _layout(shapes: tuple[tuple[int, int], ...], device: torch.device) -> _Layout:
     """Of tensors of so many dimensions and elements; made once, because the copy to the device takes its time."""
     is_vector = torch.tensor([dimensions <= 1 for dimensions, _ in shapes])
-    sizes = torch.tensor([float(elements) for _, elements in shapes])
+    sizes = torch.tensor([float(elements) for _, elements in shapes], dtype=torch.float32)
     # Without elements both norms are 0, and so a tensor has no ratio of its own.
     near_zero = (NEAR_ZERO * (sizes / sizes.sum()).sqrt()).masked_fill(is_vector | (sizes == 0), math.inf)
     vectors, others = is_vector.nonzero().flatten().tolist(), (~is_vector).nonzero().flatten().tolist()

@@ -35,7 +35,7 @@ class Gate:
         problems = []
         if self.kind not in get_args(GateKind):
             problems.append(f"gate is {self.kind!r}; choose one of {', '.join(get_args(GateKind))}.")
-        if self.delta_threshold <= 0:
+        if not self.delta_threshold > 0:
             problems.append(f"delta_threshold is {self.delta_threshold}, but must exceed 0; the paper's is 0.5.")
         if not 0 <= self.delta_smoothing < 1:
             problems.append(f"delta_smoothing is {self.delta_smoothing}, but must lie in [0, 1); 0 forgets the past.")

@@ -39,7 +39,7 @@ def gradient_variability(squared_norm: Tensor, previous: Tensor, weight: float =
 @functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as an fp32 tensor of shape (), made once: filling one costs a kernel. Not to be written to."""
-    return torch.full((), value, device=device)
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def world_size(process_group: dist.ProcessGroup | None = None) -> int:

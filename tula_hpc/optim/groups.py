@@ -29,8 +29,8 @@ def scaled_and_unscaled(
     entries = list(unscaled)
     fitting: dict[torch.Tensor, set[Any]] = {}
     names = []
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix, recurse=False):
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             if not parameter.requires_grad:
                 continue
             names.append(name)
@@ -43,7 +43,7 @@ def scaled_and_unscaled(
     for entry in entries:
         if entry not in used:
             raise ValueError(
-                f"unscaled has {entry!r}, which fits no parameter of the model. It trains {len(names)}: "
+                f"unscaled has {entry!r}, which fits no parameter of the model. It trains {len(fitting)}: "
                 f"{', '.join(names[:NAMES_TOLD])}{' ...' if len(names) > NAMES_TOLD else ''}"
             )
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "ags": False}]

@@ -118,7 +118,10 @@ class Meter:
         if self.reference != "subbatch":
             small = self._noted_squares(parameters, large, loss_scale)
         elif batch is None:
-            raise TypeError("TulaOptimizer.refresh needs model, loss_fn, inputs and targets to measure a sub-batch.")
+            raise TypeError(
+                "TulaOptimizer.refresh needs model, loss_fn and inputs (and targets, if the loss does) to measure a "
+                "sub-batch."
+            )
         else:
             small = []
             for g_small in self._sub_batches(batch, parameters, reference_batch, global_batch, loss_scale):
@@ -147,7 +150,7 @@ class Meter:
         global_batch: int,
         loss_scale: float | Tensor,
     ) -> Iterator[list[Tensor]]:
-        """The gradients of `refresh_samples` sub-batches, averaged over ranks; none if the batch is too short."""
+        """The gradients of `refresh_samples` sub-batches, averaged over ranks; none if a rank's batch is too short."""
         ranks = world_size(self.process_group)
         batch_per_rank = reference_batch // ranks
         local_batch = reference.batch_size(batch.inputs)
@@ -157,22 +160,20 @@ class Meter:
                 f"AGS keeps its scale: {batch_per_rank} samples are no proper part of a rank's batch of {local_batch}; "
                 "lower small_batch, or refresh on full batches."
             )
-            if ranks == 1:
-                return
+        if not reference.holds_everywhere(fits, parameters[0].device, self.process_group):
+            return
         for _ in range(self.refresh_samples):
             self.draws += 1
-            own = None
-            if fits:
-                index = reference.random_subset(local_batch, batch_per_rank, seed=self.seed + self.draws)
-                own = reference.side_gradients(
-                    reference.unwrapped(batch.model),
-                    batch.loss_fn,
-                    reference.take(batch.inputs, index),
-                    reference.take(batch.targets, index),
-                    parameters,
-                    loss_scale=loss_scale,
-                )
-            yield reference.average_over_ranks(own, parameters, self.process_group)
+            index = reference.random_subset(local_batch, batch_per_rank, seed=self.seed + self.draws)
+            own = reference.side_gradients(
+                reference.unwrapped(batch.model),
+                batch.loss_fn,
+                reference.take(batch.inputs, index),
+                reference.take(batch.targets, index),
+                parameters,
+                loss_scale=loss_scale,
+            )
+            yield reference.average_over_ranks(own, self.process_group)
 
     def note_microbatch(self, parameters: list[Tensor], num_microbatches: int) -> None:
         """Keep the squares of the gradients at hand, for the coming measurement."""
@@ -188,7 +189,7 @@ class Meter:
         model.register_comm_hook(None, self._local.hook)
 
     def _noted_squares(self, parameters: list[Tensor], like: Squares, loss_scale: float | Tensor) -> Squares:
-        """The squares that were noted, averaged over ranks; empty if there are none."""
+        """The squares that were noted, averaged over ranks; empty if a rank has none."""
         noted, self._noted = self._noted, []
         own: Squares | None = noted
         if self.reference == "local":
@@ -196,17 +197,16 @@ class Meter:
             own = None if found is None else [found if self.granularity == "tensor" else found.sum(0, keepdim=True)]
         elif len(noted) != len(like) or any(a.shape != b.shape for a, b in zip(noted, like, strict=True)):
             own = None
-        if own is not None:
-            torch._foreach_mul_(own, 1 / loss_scale**2)
-        else:
+        if own is None:
             first = "watch(model)" if self.reference == "local" else "observe_microbatch(...) in each step"
             self._notices.say(
                 "AGS keeps its scale: no gradients of a small batch were noted for all parameters before the refresh; "
                 f"call {first} first."
             )
-            if world_size(self.process_group) == 1:
-                return []
-        return reference.average_over_ranks(own, like, self.process_group)
+        if not reference.holds_everywhere(own is not None, like[0].device, self.process_group) or own is None:
+            return []
+        torch._foreach_mul_(own, 1 / loss_scale**2)
+        return reference.average_over_ranks(own, self.process_group)
 
     def _average(self, small: Squares, large: Squares, finite: Tensor) -> tuple[Squares, Squares]:
         """Let the squares enter their moving averages. These start at 0: what is missing cancels in the ratio."""

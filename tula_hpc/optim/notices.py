@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import FrameType
 
 
 class Notices:
@@ -18,9 +19,13 @@ class Notices:
             return
         self._said.add(message)
         depth, frame = 1, inspect.currentframe()
-        while (frame := frame.f_back if frame else None) and frame.f_globals["__name__"].startswith(_NOT_THE_USERS):
+        while (frame := frame.f_back if frame else None) and _module_of(frame).startswith(_NOT_THE_USERS):
             depth += 1
         warnings.warn(message, stacklevel=depth + 1)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))  # code that `exec` runs may have none
 
 
 _NOT_THE_USERS = ("tula_hpc.optim.", "torch.")

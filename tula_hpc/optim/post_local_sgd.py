@@ -39,7 +39,8 @@ class PostLocalSGD:
         model: The replica, in DDP or not.
         optimizer: Its optimizer; whatever per-element state it has counts as momentum.
         period: Steps from one averaging to the next (H).
-        momentum: With "keep", as published, ranks go on with momenta of their own; a checkpoint holds one rank's.
+        momentum: With "keep", as published, ranks go on with momenta of their own; a checkpoint holds one rank's. A
+            rank that has not used a parameter yet has none, which counts as 0 in an average.
         process_group: The ranks that share a model; None means all.
     """
 
@@ -58,7 +59,8 @@ class PostLocalSGD:
             raise ValueError(
                 f"PostLocalSGD: momentum is {momentum!r}; choose one of {', '.join(get_args(LocalMomentum))}."
             )
-        self.module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = getattr(model, "_orig_mod", model)  # of torch.compile(DDP(...)); inside DDP it may stay compiled
+        self.module: torch.nn.Module = inner.module if isinstance(inner, DistributedDataParallel) else model
         self.optimizer = optimizer
         self.period = period
         self.momentum = momentum
@@ -81,12 +83,32 @@ class PostLocalSGD:
         """
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         shared = [*parameters, *(b for b in self.module.buffers() if b.is_floating_point())]
-        states = [self.optimizer.state.get(p, {}).values() for p in parameters]
-        momenta = [v for values in states for v in values if isinstance(v, Tensor) and v.dim() > 0]
-        _average(shared + momenta if self.momentum == "average" else shared, self.process_group)
-        if self.momentum == "reset" and momenta:
-            torch._foreach_zero_(momenta)
+        momenta = [self._momenta(p) for p in parameters]
+        if self.momentum == "average":
+            shared += _complete(parameters, momenta, self.process_group)
+        _average(shared, self.process_group)
+        held = [v for values in momenta for v in values]
+        if self.momentum == "reset" and held:
+            torch._foreach_zero_(held)
         self.since_average = 0
+
+    def _momenta(self, parameter: Tensor) -> list[Tensor]:
+        """What the optimizer keeps for each element of a parameter; nothing before it has used it."""
+        values = self.optimizer.state.get(parameter, {}).values()
+        return [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and v.shape == parameter.shape]
+
+
+def _complete(
+    parameters: Sequence[Tensor], momenta: Sequence[Sequence[Tensor]], process_group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """As many momenta on each rank: a rank that has not used a parameter yet takes part with zeros."""
+    counts = torch.tensor([len(values) for values in momenta], device=parameters[0].device)
+    if world_size(process_group) > 1:
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=process_group)
+    complete = []
+    for parameter, values, count in zip(parameters, momenta, counts.tolist(), strict=True):
+        complete += [*values, *(torch.zeros_like(parameter) for _ in range(count - len(values)))]
+    return complete
 
 
 def _average(tensors: Sequence[Tensor], process_group: dist.ProcessGroup | None) -> None:

@@ -5,7 +5,7 @@ Each function returns sums of squares as `tula_hpc.optim.scales` describes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,27 +23,50 @@ LossFn = Callable[[Any, Any], Tensor]
 
 def random_subset(num_items: int, size: int, seed: int) -> Tensor:
     """`size` different indices below `num_items`, the same for the same seed; leaves the global random stream alone."""
-    return torch.randperm(num_items, generator=torch.Generator().manual_seed(seed))[:size]
+    return torch.randperm(num_items, generator=torch.Generator().manual_seed(seed), device="cpu")[:size]
 
 
 def take(batch: Any, index: Tensor) -> Any:
-    """The samples at `index` of a tensor, or of the tensors in a tuple (also a named one), list or dict."""
+    """The samples at `index` of a tensor, or of the tensors in a tuple (also a named one), list or mapping; None stays.
+
+    Raises:
+        TypeError: On anything else.
+    """
     if isinstance(batch, Tensor):
         if batch.device.type == "cuda" and not index.is_cuda:
             index = index.pin_memory()  # else the copy waits for all that the device has still to do
         return batch.index_select(0, index.to(batch.device, non_blocking=True))
-    if isinstance(batch, dict):
-        return {key: take(value, index) for key, value in batch.items()}
-    taken = [take(value, index) for value in batch]
+    if batch is None:
+        return None
+    if isinstance(batch, Mapping):
+        chosen = {key: take(value, index) for key, value in batch.items()}
+        return chosen if isinstance(batch, dict) else type(batch)(chosen)  # type: ignore[call-arg]
+    taken = [take(value, index) for value in _sequence(batch)]
     return type(batch)(*taken) if hasattr(batch, "_fields") else type(batch)(taken)
 
 
 def batch_size(batch: Any) -> int:
-    """Length of the first dimension of a tensor, or of the first tensor in a tuple, list or dict."""
+    """Length of the first dimension of a tensor, or of the first tensor in a tuple, list or mapping.
+
+    Raises:
+        TypeError: If there is none, or something else before it.
+    """
     if isinstance(batch, Tensor):
         return batch.shape[0]
-    values = batch.values() if isinstance(batch, dict) else batch
-    return batch_size(next(iter(values)))
+    values = batch.values() if isinstance(batch, Mapping) else _sequence(batch)
+    first = next((value for value in values if value is not None), None)
+    if first is None:
+        raise TypeError("AGS found no tensor in a batch, and so not how many samples it has.")
+    return batch_size(first)
+
+
+def _sequence(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, (tuple, list)):
+        return batch
+    raise TypeError(
+        f"AGS takes samples of tensors, and of tensors in tuples, lists and mappings, but a batch holds a "
+        f"{type(batch).__name__}; leave it out of what is passed to refresh."
+    )
 
 
 def side_gradients(
@@ -65,10 +88,13 @@ def side_gradients(
     device = parameters[0].device
     # The CPU's random stream is always forked; other devices must be named, or all of them are forked.
     rng = {"devices": []} if device.type in ("cpu", "mps") else {"devices": [device], "device_type": device.type}
+
+    def pass_through() -> tuple[Tensor | None, ...]:
+        loss = loss_fn(module(inputs), targets) * loss_scale
+        return torch.autograd.grad(loss, list(parameters), allow_unused=True)
+
     with torch.random.fork_rng(**rng), torch.enable_grad():
-        outputs = torch.func.functional_call(module, buffers, (inputs,)) if buffers else module(inputs)
-        loss = loss_fn(outputs, targets) * loss_scale
-        found = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+        found = _on_other_buffers(module, buffers, pass_through)
     grads = [
         torch.zeros_like(p, dtype=torch.float32) if g is None else g.float()
         for p, g in zip(parameters, found, strict=True)
@@ -78,24 +104,46 @@ def side_gradients(
     return grads
 
 
-def average_over_ranks(
-    tensors: Sequence[Tensor] | None, like: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
-) -> list[Tensor]:
-    """The mean over ranks of fp32 tensors shaped like `like`, in one all-reduce.
+class _Inside(torch.nn.Module):
+    """A call that goes through a module."""
 
-    A rank without them passes None and takes part with NaN, which spoils the mean on every rank alike; staying away
-    would leave the others waiting.
-    """
+    def __init__(self, module: torch.nn.Module, call: Callable[[], Any]):
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self) -> Any:
+        return self.call()
+
+
+def _on_other_buffers(module: torch.nn.Module, buffers: dict[str, Tensor], call: Callable[[], Any]) -> Any:
+    """What `call` returns while the module has these buffers: all of the call, because with activation checkpointing
+    the backward pass goes through the module again."""
+    if not buffers:
+        return call()
+    named = {f"module.{name}": buffer for name, buffer in buffers.items()}
+    return torch.func.functional_call(_Inside(module, call), named, ())
+
+
+def holds_everywhere(here: bool, device: torch.device, process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether it is so on all ranks, known to all alike; with several ranks this waits for the device."""
+    if world_size(process_group) == 1:
+        return here
+    least = torch.tensor(float(here), dtype=torch.float32, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=process_group)
+    return bool(least > 0)
+
+
+def average_over_ranks(tensors: Sequence[Tensor], process_group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The mean over ranks of fp32 tensors, in one all-reduce."""
     ranks = world_size(process_group)
-    if ranks == 1 and tensors is not None:
+    if ranks == 1:
         return list(tensors)
-    if tensors is None:
-        tensors = [torch.full_like(p, torch.nan, dtype=torch.float32) for p in like]
     flat = torch.cat([t.reshape(-1) for t in tensors])
     dist.all_reduce(flat, group=process_group)
     flat.div_(ranks)
-    pieces = flat.split([p.numel() for p in like])
-    return [piece.view(p.shape) for piece, p in zip(pieces, like, strict=True)]
+    pieces = flat.split([t.numel() for t in tensors])
+    return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
 class LocalNorms:

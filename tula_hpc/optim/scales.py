@@ -125,7 +125,7 @@ class Scales:
         """Lay out `_fine` and `_coarse` as views of two tensors, which `hold` then fills."""
         device = self.parameters[0].device
         channels = sum(p.shape[0] if self.granularity == "channel" and p.dim() else 1 for p in self.parameters)
-        self._vector = torch.zeros(channels, device=device)
+        self._vector = torch.zeros(channels, dtype=torch.float32, device=device)
         places = self.each(torch.arange(channels, dtype=torch.int32, device=device))
         small = sum(p.numel() for p in self.parameters if p.numel() <= SPREAD_NUMEL)
         index, written = (torch.empty(small, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))

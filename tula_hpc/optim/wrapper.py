@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
     """Of our part in `state_dict`, beside "inner"."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"{type(self).__name__} got a {type(optimizer).__name__}, but wraps an optimizer; give it "
+                "torch.optim.SGD(model.parameters(), lr=...), say."
+            )
         self.optimizer = optimizer
         # What the base constructor does apart from parameters and state, which we forward: hooks and the hooked step.
         super().__setstate__({})
-        self._lists: dict[bool, tuple[list[tuple[list[Tensor], int]], list[Tensor]]] = {}
+        self._lists: dict[bool, tuple[list[list[Tensor]], list[Tensor]]] = {}
 
     param_groups = _forwarded("param_groups")
     state = _forwarded("state")
@@ -60,7 +66,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"inner": the inner optimizer's state, `own_key`: ours}: tensors and plain values only."""
+        """{"inner": the inner optimizer's state, `own_key`: ours}: tensors and plain values only.
+
+        For `torch.distributed.checkpoint`, which knows plain optimizers alone, save `optimizer.optimizer` there.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state: dict[str, Any] = {"inner": self.optimizer.state_dict(), self.own_key: self._own_state()}
@@ -69,17 +78,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a plain state of the inner optimizer (with a warning)."""
+        """Load what `state_dict` gave, or a plain state of the inner optimizer (with a warning). Which groups have
+        `ags=False` is the code's to say, and not the state's: it stays as it is."""
         state_dict = dict(state_dict)
         name = type(self).__name__
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         if "inner" in state_dict and self.own_key in state_dict:
-            self.optimizer.load_state_dict(state_dict["inner"])
+            self._load_inner(state_dict["inner"])
             self._load_own_state(state_dict[self.own_key])
         elif "param_groups" in state_dict:
             warnings.warn(f"This is the state of a plain optimizer: {name} starts afresh around it.", stacklevel=2)
-            self.optimizer.load_state_dict(state_dict)
+            self._load_inner(state_dict)
             self._forget()
         else:
             raise ValueError(
@@ -89,9 +99,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _load_inner(self, state_dict: dict[str, Any]) -> None:
+        kept = [{key: value for key, value in group.items() if key == "ags"} for group in self.param_groups]
+        self.optimizer.load_state_dict(state_dict)
+        for group, ours in zip(self.param_groups, kept, strict=True):
+            group.pop("ags", None)
+            group.update(ours)
+
     def __getstate__(self) -> dict[str, Any]:
         # Like torch's own optimizers, a copy has no hooks; "step" is there when a scheduler has patched this instance.
-        # The lists know the groups by identity, which a copy does not share.
+        # The lists know the parameters by identity, which a copy does not share.
         kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
         return kept | {"_lists": {}}
 
@@ -107,14 +124,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """All parameters in the order of the groups, each once; `scaled_only` leaves out groups with `ags=False`."""
         lists = [g["params"] for g in self.param_groups if not scaled_only or g.get("ags", True)]
         known = self._lists.get(scaled_only)
-        # Hashing tensors is slow, so that the list is made anew only if a group came, went, grew or was replaced.
+        # Hashing tensors is slow, so that the list is made anew only if a group or a parameter came, went or changed.
         if known is None or not _same_lists(known[0], lists):
             unique = list(dict.fromkeys(p for parameters in lists for p in parameters))
-            known = self._lists[scaled_only] = [(parameters, len(parameters)) for parameters in lists], unique
+            known = self._lists[scaled_only] = [list(parameters) for parameters in lists], unique
         return known[1]
 
 
-def _same_lists(known: list[tuple[list[Tensor], int]], lists: list[list[Tensor]]) -> bool:
-    if len(known) != len(lists):
-        return False
-    return all(a is b and length == len(b) for (a, length), b in zip(known, lists, strict=True))
+def _same_lists(these: list[list[Tensor]], those: list[list[Tensor]]) -> bool:
+    return [len(a) for a in these] == [len(b) for b in those] and all(
+        all(map(operator.is_, a, b)) for a, b in zip(these, those, strict=True)
+    )
