@@ -514,7 +514,9 @@ def test_batches_of_other_mappings_are_taken_and_of_other_things_refused():
     assert reference.batch_size(batch) == 4
     for ask in (reference.batch_size, lambda batch: reference.take(batch, torch.tensor([0]))):
         with pytest.raises(TypeError, match="holds a str"):
-            ask(["a caption"])
+            ask("a caption")
+    captions = {"captions": ["a", "b", "c"], "ids": torch.arange(3)}
+    assert reference.take(captions, torch.tensor([2, 0]))["captions"] == ["c", "a"]
 
 
 def test_a_refresh_without_gradients_says_so():

@@ -157,6 +157,65 @@ def test_a_model_that_fails_is_shown_with_its_own_error(tmp_path: Path, smallest
     assert "Traceback" not in answer.stderr
 
 
+UNUSED = """
+import torch
+from tula_hpc.ranks.workloads import small_cnn
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self, **_):
+        super().__init__()
+        self.net = small_cnn(1, 8, 10, 4)
+        self.other = torch.nn.Linear(10, 2)
+
+    def forward(self, images):
+        return self.net(images)
+"""
+
+
+def test_a_model_with_unused_parameters_is_told_the_setting(tmp_path: Path, smallest: list[str]):
+    """Without it several ranks fail: told by name, also where the choice is made among what is left; with it they do
+    not."""
+    (tmp_path / "heads.py").write_text(UNUSED)
+    arguments = [*smallest, "grid.max_nodes=2", "workload.model._target_=heads.TwoHeads", "until=choice"]
+    answer = tula(tmp_path, *arguments)
+    run = finished_run(answer)
+    assert "workload.find_unused_parameters=true" in answer.stdout
+    assert "Left out, because profiling them failed: 1 candidate (n002-b00032)." in read_json(run.selection)["reason"]
+    run = finished_run(tula(tmp_path, *arguments, "workload.find_unused_parameters=true"))
+    assert {point["num_nodes"] for point in read_json(run.fit)["points"]} == {1, 2}
+
+
+def test_samples_that_are_no_pairs_are_told(tmp_path: Path, smallest: list[str]):
+    """As those of data sets whose samples are dicts."""
+    (tmp_path / "samples.py").write_text(
+        "import torch\n\n\ndef samples(**_):\n"
+        "    return [{'image': torch.zeros(1, 8, 8), 'label': 1} for _ in range(256)]\n"
+    )
+    answer = tula(tmp_path, *smallest, "workload.dataset._target_=samples.samples")
+    assert answer.returncode == 1
+    assert "workload.dataset gave a dict with image, label for a sample" in answer.stderr
+
+
+def test_commands_work_in_a_folder_that_is_gone(tmp_path: Path, smallest: list[str]):
+    """Where they do not need it; else they say so."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = f"import os; os.rmdir({str(gone)!r}); import runpy; runpy.run_module('tula_hpc', run_name='__main__')"
+
+    def tula_from_nowhere(*arguments: str) -> subprocess.CompletedProcess[str]:
+        gone.mkdir(exist_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, check=False)
+
+    assert "how many nodes" in tula_from_nowhere("--help").stdout
+    answer = tula_from_nowhere("list")
+    assert answer.returncode == 1
+    assert "the folder you are in: No such file or directory" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
 def test_two_controllers_do_not_share_a_run(tmp_path: Path, smallest: list[str]):
     """A second command on a run that is being worked on leaves and says who works on it."""
     run = finished_run(tula(tmp_path, *smallest))

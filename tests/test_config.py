@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tula_hpc import imports
 from tula_hpc.checks import check
-from tula_hpc.composition import compose, describe_settings
+from tula_hpc.composition import compose, describe_settings, run_root_in
 from tula_hpc.config import (
     DataKind,
     NodeType,
@@ -113,6 +115,37 @@ def test_settings_that_do_not_exist_cannot_be_added(override: str):
         compose(["+experiment=quickstart", override])
 
 
+@pytest.mark.parametrize(
+    ("override", "quoted"),
+    [
+        ("run_root=~/xx", """'run_root="~/xx"'"""),
+        ("data.root=/tmp/größe", """'data.root="/tmp/größe"'"""),
+        ("run_root=/tmp/a=b", """'run_root="/tmp/a=b"'"""),
+        ("pricing.billing_weights=CPU=1.0,Mem=0.25G", """'pricing.billing_weights="CPU=1.0,Mem=0.25G"'"""),
+        ("cluster.srun_args=[--container-image=a]", "between quotes of its own"),
+    ],
+)
+def test_a_value_that_hydra_cannot_read_is_shown_in_quotes(override: str, quoted: str):
+    """As a shell takes it; what is shown is taken, and other mistakes are told beside it."""
+    with pytest.raises(ConfigError) as caught:
+        compose(["+experiment=quickstart", override, "training.lr=much"])
+    first, second = caught.value.problems[:2]
+    assert first.startswith(f"{override}: ")
+    assert quoted in first
+    assert "training.lr" in second
+    if quoted.startswith("'"):
+        key, _, value = override.partition("=")
+        settings: Any = compose(["+experiment=quickstart", *shlex.split(quoted)])
+        for part in key.split("."):
+            settings = getattr(settings, part)
+        assert settings == value
+
+
+@pytest.mark.parametrize("given", ["a b/ü", "'a b/ü'", '"a b/ü"'])
+def test_verbs_take_a_run_root_as_hydra_does(given: str):
+    assert run_root_in(["RUN", f"run_root={given}"]) == (["RUN"], "a b/ü")
+
+
 def test_a_shells_variable_survives_what_ranks_are_sent(tiny_settings: Callable[..., Settings]):
     r"""`\${HOME}` is Hydra's way to say `${HOME}`; ranks and `attach` read it as it was composed."""
     settings = tiny_settings(r"cluster.setup=['export A=\${HOME}/bin', 'echo $A']")
@@ -165,7 +198,11 @@ def test_free_keys_can_be_added():
         ("+objective.queue_wait_min={four: 5}", ["objective.queue_wait_min", "'four'", "numbers of nodes"]),
         ("+objective.queue_wait_min={4: -1}", ["objective.queue_wait_min.4 is -1", "0 or greater"]),
         ("+objective.queue_wait_min.4=soon", ["objective.queue_wait_min.4 is 'soon'", "minutes"]),
-        ("+objective.queue_wait_min={4: .inf}", ["objective.queue_wait_min.4", "finite"]),
+        ("method.scale_cap=inf", ["method.scale_cap is inf", "finite", "null"]),
+        ("method.scale_cap=nan", ["method.scale_cap is nan"]),
+        ("training.lr=nan", ["training.lr is nan"]),
+        ("+workload.model.clip=inf", ["workload.model.clip is inf", "finite"]),
+        ("training.momentum=1.5", ["training.momentum is 1.5", "below 1"]),
     ],
 )
 def test_each_rule_names_key_value_limit_and_way_out(
@@ -227,6 +264,9 @@ def test_changed_code_of_ones_own_is_another_run(
         (tmp_path / "mycode.py").write_text(text)
         signatures.add((signature(settings), measurement_signature(settings)))
     assert len({run for run, _ in signatures}) == len({measured for _, measured in signatures}) == 2
+    monkeypatch.setattr(imports.sys, "prefix", str(tmp_path))  # a project inside its virtual environment
+    assert imports.own_source("mycode.net") == tmp_path / "mycode.py"
+    assert imports.own_source("json.dumps") is None
     assert imports.own_source("torchvision.models.resnet18") is None
     assert imports.own_source("tula_hpc.ranks.workloads.digits") is None
 
@@ -285,6 +325,16 @@ def test_importable_targets_raise_no_objection(target: str):
 def test_targets_that_cannot_be_imported_are_found_without_importing(target: str, reason: str):
     """A misspelt import path is told before any job waits for it."""
     assert reason in (imports.why_not_importable(target) or "")
+
+
+@pytest.mark.parametrize(
+    "text", ["def net(): ...\n".encode("utf-8-sig"), "# coding: latin-1\ndef net(): 'ü'\n".encode("latin-1")]
+)
+def test_a_file_is_read_as_python_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes):
+    """Editors put a mark before UTF-8, and a file may name another coding."""
+    (tmp_path / "marked.py").write_bytes(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imports.why_not_importable("marked.net") is None
 
 
 def test_a_module_that_fails_inside_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

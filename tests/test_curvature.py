@@ -82,6 +82,27 @@ def test_a_net_has_the_eigenvalue_of_its_exact_hessian(at_once: int | None):
     assert found == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_batches_in_dicts_and_tuples_have_the_same_curvature(at_once: int | None):
+    """Samples are taken from each of their tensors."""
+    net, inputs, targets = small_net()
+    expected = largest_eigenvalue(net, nn.functional.cross_entropy, inputs, targets, samples_at_once=at_once)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.net(batch["x"])
+
+    def loss(outputs: Tensor, wanted: tuple[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs, wanted[0])
+
+    found = largest_eigenvalue(Named(), loss, {"x": inputs}, (targets,), samples_at_once=at_once)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_nothing_of_the_model_is_touched():
     """Mode of each module, buffers, gradients and the random stream are what they were."""
     model, inputs, targets = small_net()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ _NOT_NEGATIVE = (
     "training.warmup_epochs",
     "training.max_relaunches",
 )
+_NULL_IS_NONE = ("method.scale_cap",)
 _RANGES = (
     ("cluster.memory_gib", "cluster.max_memory_gib"),
     ("grid.min_nodes", "grid.max_nodes"),
@@ -119,6 +121,7 @@ def check(settings: Settings) -> list[str]:
     """Every rule the settings break, one sentence each: key, value, limit and way out. Changes nothing."""
     first = (
         _check_signs,
+        _check_finite,
         _check_folders,
         _check_times,
         _check_queue_waits,
@@ -157,6 +160,24 @@ def _check_signs(settings: Settings) -> list[str]:
     if not 0 < settings.memory_fraction <= 1:
         problems.append(f"search.memory_fraction is {settings.search.memory_fraction}; it must lie in (0, 1]")
     return problems
+
+
+def _check_finite(settings: Settings) -> list[str]:
+    """The others, also those that a user's own keys have."""
+
+    def walk(value: Any, key: str) -> Iterator[str]:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                yield from walk(part, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, list):
+            for place, part in enumerate(value):
+                yield from walk(part, f"{key}[{place}]")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{key} is {value}; give a finite number" + (", or null" if key in _NULL_IS_NONE else "")
+
+    told = {*_POSITIVE, *_NOT_NEGATIVE}
+    own = {key for key in told if not math.isfinite(_value(settings, key) or 0)}
+    return [text for text in walk(to_plain(settings), "") if text.split(" is ")[0] not in own]
 
 
 def _check_folders(settings: Settings) -> list[str]:
@@ -212,6 +233,8 @@ def _check_method_values(settings: Settings) -> list[str]:
 
 def _check_training_values(settings: Settings) -> list[str]:
     training, problems = settings.training, []
+    if training.momentum >= 1:
+        problems.append(f"training.momentum is {training.momentum}; it must be below 1, the weight of the past")
     if not 0 <= training.seed < 2**63:
         problems.append(f"training.seed is {training.seed}; it must lie in [0, 2^63)")
     milestones = training.milestones
@@ -317,7 +340,7 @@ def _check_service_units(settings: Settings) -> list[str]:
     if settings.cluster.kind is ClusterKind.local:
         return [
             "pricing.billing_weights is null and cluster.kind is local, which has no partition to ask; give weights, "
-            "such as pricing.billing_weights='CPU=1.0,Mem=0.25G,GRES/gpu=16', or another pricing"
+            "such as \"pricing.billing_weights='CPU=1.0,Mem=0.25G,GRES/gpu=16'\", or another pricing"
         ]
     return []
 
@@ -533,7 +556,8 @@ def count_local_gpus() -> int:
     """NVIDIA GPUs that processes started here may use, asked without torch; 0 if nvidia-smi is missing or fails."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip()])
+        devices = [device.strip() for device in visible.split(",") if device.strip()]
+        return devices.index("-1") if "-1" in devices else len(devices)  # what follows it is not seen by CUDA
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
         return 0

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tula_hpc import __version__, verbs
@@ -66,8 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     for ending in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends the command as Ctrl-C does
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
             signal.signal(ending, _interrupt)
-    if os.getcwd() not in sys.path:  # `python -m` puts it there, the console command does not
-        sys.path.insert(0, os.getcwd())
+    with suppress(FileNotFoundError):  # the folder is gone; not every command needs it
+        if os.getcwd() not in sys.path:  # `python -m` puts it there, the console command does not
+            sys.path.insert(0, os.getcwd())
     try:
         if verb == "help" or {"-h", "--help"} & set(arguments):
             print(HELP.format(version=__version__, groups=_groups(), methods=_methods()))
@@ -94,13 +96,26 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:  # the user's disk or folder, not a mistake of ours: no traceback
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        place = error.filename
+        if place is None and _is_nowhere():
+            place = "the folder you are in"
+        elif place is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            place = "the output"
+        elif place is None:
             raise
         display.close()
-        print(f"tula_hpc: {error.filename}: {error.strerror}; see run_root and data.root", file=sys.stderr)
+        print(f"tula_hpc: {place}: {error.strerror}; see run_root and data.root", file=sys.stderr)
         sys.exit(1)
     finally:
         display.close()
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _interrupt(*_: object) -> None:

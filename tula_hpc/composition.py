@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,8 +78,12 @@ def compose(arguments: list[str]) -> Settings:
                 # a name is missing only because the experiment was taken out for its own mistake
                 if problems and "missing mandatory value: name" in str(error):
                     break
-                culprit = _culprit(str(error), overrides)
-                problems.append(_explain(error, culprit))
+                culprit = next(filter(_is_unreadable, overrides), None)
+                if culprit is None:
+                    culprit = _culprit(str(error), overrides)
+                    problems.append(_explain(error, culprit))
+                else:
+                    problems.append(_quote_it(culprit))
                 if culprit is None:
                     break
                 overrides = [o for o in overrides if o != culprit]
@@ -103,6 +108,35 @@ def _unknown_keys(node: Any, schema: Any = None, prefix: str = "") -> list[str]:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _is_unreadable(override: str) -> bool:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return True
+    return False
+
+
+def _quote_it(override: str) -> str:
+    """How to give a value with signs that mean something to Hydra."""
+    key, _, value = override.partition("=")
+    if value[:1] in ("[", "{"):
+        return f"{override}: put what holds other signs than letters, digits and -_./:% between quotes of its own"
+    wanted = value.strip("'\"").replace('"', '\\"')
+    text = f'{key}="{wanted}"'
+    return f"{override}: the value has signs that mean something else here; put it between quotes: {shlex.quote(text)}"
+
+
+def run_root_in(arguments: list[str]) -> tuple[list[str], str]:
+    """The other arguments, and the folder that holds the runs; quotes of Hydra's around it are none of its name."""
+    rest = [a for a in arguments if not a.startswith("run_root=")]
+    roots = [a.partition("=")[2] for a in arguments if a.startswith("run_root=")]
+    root = roots[-1] if roots else Settings().run_root
+    return rest, root[1:-1] if len(root) > 1 and root[0] == root[-1] and root[0] in "'\"" else root
 
 
 def _culprit(message: str, overrides: list[str]) -> str | None:

@@ -284,6 +284,9 @@ class WorkloadSettings:
     unscaled: list[str] = field(default_factory=list)
     """Parameters whose gradients `ags` and `ags_measured` leave as they are: patterns of names, with * and ?, such as
     ['*norm*', '*embed*']. One that fits no parameter of the model is an error. `ags_paper` scales all, as printed."""
+    find_unused_parameters: bool = field(default=False, metadata=UNSIGNED_IF_EMPTY)
+    """Whether there are parameters that some steps do not use, such as a head that is not asked: several ranks then
+    look for them in each step. Without it such a model runs on one rank only."""
     data_files: list[str] = field(default_factory=list)
     """Paths below `data.root`; the data set is there if one of them is. Empty: nothing to check."""
 
@@ -408,7 +411,8 @@ class PricingSettings:
     """For `spot`: minutes from an interruption until the training goes on, with the wait for another node."""
     billing_weights: str | None = None
     """For `service_units`: units an hour for one of each resource, as Slurm's TRESBillingWeights, such as
-    'CPU=1.0,Mem=0.25G,GRES/gpu=16'. Null: those of the partition, asked of Slurm."""
+    CPU=1.0,Mem=0.25G,GRES/gpu=16; on a command line "pricing.billing_weights='...'". Null: those of the partition,
+    asked of Slurm."""
     currency: str = "$"
     """Stands before every cost."""
 

@@ -10,6 +10,7 @@ import ast
 import difflib
 import importlib
 import sys
+import sysconfig
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,11 @@ def own_source(target: str) -> Path | None:
     """The file that defines `target` if it is the user's own: neither installed nor part of this package."""
     sources = _sources(target.split("."))
     source = sources[-1] if sources else None
-    foreign = (Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parent)
-    if source is None or any(source.resolve().is_relative_to(folder.resolve()) for folder in foreign):
+    # not all below sys.prefix: a project may lie inside its virtual environment, or below /usr
+    foreign = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parent)
+    if source is None or any(source.resolve().is_relative_to(Path(folder).resolve()) for folder in foreign):
         return None
-    return source
+    return None if {"site-packages", "dist-packages"} & set(source.resolve().parts) else source
 
 
 def why_not_importable(target: str) -> str | None:
@@ -80,8 +82,6 @@ def why_not_importable(target: str) -> str | None:
         names = None if source is None else _top_level_names(source)
     except SyntaxError as error:
         return f"{source}, line {error.lineno}: {error.msg}"
-    except UnicodeDecodeError:
-        return f"{source} is not a text file in UTF-8"
     if names is None or parts[depth] in names:
         return None
     if len(sources) == len(parts):
@@ -96,7 +96,7 @@ def why_not_importable(target: str) -> str | None:
 def _top_level_names(source: Path) -> set[str] | None:
     """Names a module's file binds at its top level; None if they cannot be told (star imports, module __getattr__)."""
     names: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(source.read_text(encoding="utf-8"))]
+    pending: list[ast.AST] = [ast.parse(source.read_bytes())]  # bytes may begin with a mark, or name their coding
     while pending:
         node = pending.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from tula_hpc.composition import run_root_in
 from tula_hpc.config import ClusterKind, read_plain_settings
 from tula_hpc.display import Display, accuracy_or_loss, candidates_table, duration
 from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
@@ -97,7 +98,7 @@ def show_settings(arguments: list[str], display: Display) -> None:
 
 def list_runs(arguments: list[str], display: Display) -> None:
     """One table of all runs."""
-    texts, root = _without_run_root(arguments)
+    texts, root = run_root_in(arguments)
     if len(texts) > 1:
         raise ConfigError([f"`list` takes one folder of runs: {shown('list')} [FOLDER]"])
     folder = Path(texts[0] if texts else root).expanduser()
@@ -260,7 +261,7 @@ def _watch(run: RunFolder, display: Display) -> None:
 
 def logs(arguments: list[str], display: Display) -> None:
     """Print what one rank of one attempt has said."""
-    texts, root = _without_run_root(arguments)
+    texts, root = run_root_in(arguments)
     rank: int | None = None
     for place, text in enumerate(texts):
         name, _, value = text.partition("=")
@@ -401,15 +402,8 @@ def _note_the_end(run: RunFolder) -> None:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _without_run_root(arguments: list[str]) -> tuple[list[str], str]:
-    """The other arguments, and the folder that holds the runs."""
-    rest = [a for a in arguments if not a.startswith("run_root=")]
-    roots = [a.partition("=")[2] for a in arguments if a.startswith("run_root=")]
-    return rest, roots[-1] if roots else "runs"
-
-
 def _only_a_run(verb: str, arguments: list[str]) -> RunFolder:
-    texts, root = _without_run_root(arguments)
+    texts, root = run_root_in(arguments)
     if len(texts) != 1:
         raise ConfigError([f"`{verb}` takes one run: {shown(verb)} RUN [run_root=FOLDER]"])
     return find_run(texts[0], root)

@@ -34,7 +34,7 @@ from tula_hpc.control.replanning import Replanning
 from tula_hpc.control.scheduler import JobRequest, Scheduler
 from tula_hpc.control.sharing import SharedPoints, signatures_record
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import Display, count_nodes
+from tula_hpc.display import Display, count, count_nodes
 from tula_hpc.errors import SubmissionLimited, SubmissionRejected, TulaError
 from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait, given_waits
@@ -301,6 +301,14 @@ class Controller:
             if a is not None and a.verdict not in skipped | self.jobs.too_large(a.node_type)
         }
 
+    def _told_of_failed(self) -> str:
+        """What the reason of a choice adds where candidates failed: it was made among the others."""
+        failed = self._failed_because()
+        if not failed:
+            return ""
+        names = ", ".join(c.name for c in list(failed)[:3]) + (", ..." if len(failed) > 3 else "")
+        return f" Left out, because profiling them failed: {count(len(failed), 'candidate')} ({names})."
+
     def _too_large(self) -> list[Attempt]:
         """Attempts at profiling whose batch did not fit in memory."""
         attempts = self.journal.state().attempts.values()
@@ -357,6 +365,7 @@ class Controller:
             self.run.selection,
             {
                 **choice.to_dict(),
+                "reason": choice.reason + self._told_of_failed(),
                 "measured": choice.candidate in self._measured(),
                 "price": in_words(self._prices, self.settings.pricing.currency),
                 "currency": self.settings.pricing.currency,

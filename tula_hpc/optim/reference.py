@@ -27,7 +27,8 @@ def random_subset(num_items: int, size: int, seed: int) -> Tensor:
 
 
 def take(batch: Any, index: Tensor) -> Any:
-    """The samples at `index` of a tensor, or of the tensors in a tuple (also a named one), list or mapping; None stays.
+    """The samples at `index` of a tensor, or of the tensors in a tuple (also a named one), list or mapping; also of a
+    list of texts or numbers, one a sample. None stays.
 
     Raises:
         TypeError: On anything else.
@@ -41,6 +42,8 @@ def take(batch: Any, index: Tensor) -> Any:
     if isinstance(batch, Mapping):
         chosen = {key: take(value, index) for key, value in batch.items()}
         return chosen if isinstance(batch, dict) else type(batch)(chosen)  # type: ignore[call-arg]
+    if _is_plain(batch):
+        return type(batch)(batch[i] for i in index.tolist())
     taken = [take(value, index) for value in _sequence(batch)]
     return type(batch)(*taken) if hasattr(batch, "_fields") else type(batch)(taken)
 
@@ -53,11 +56,18 @@ def batch_size(batch: Any) -> int:
     """
     if isinstance(batch, Tensor):
         return batch.shape[0]
+    if _is_plain(batch):
+        return len(batch)
     values = batch.values() if isinstance(batch, Mapping) else _sequence(batch)
     first = next((value for value in values if value is not None), None)
     if first is None:
         raise TypeError("AGS found no tensor in a batch, and so not how many samples it has.")
     return batch_size(first)
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether it is a list with a text or number for each sample, as a loader makes of what samples tell beside."""
+    return isinstance(batch, (list, tuple)) and len(batch) > 0 and all(isinstance(v, (str, int, float)) for v in batch)
 
 
 def _sequence(batch: Any) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tula_hpc.composition import compose
+from tula_hpc.composition import compose, run_root_in
 from tula_hpc.config import ControllerKind, Settings
 from tula_hpc.display import Display, count
 from tula_hpc.errors import ConfigError, TulaError
@@ -155,8 +155,7 @@ def _options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _folder(scale: Scale, more: list[str]) -> Path:
     """Where results of a scale are: below the runs they are made of."""
-    roots = [a.partition("=")[2] for a in more if a.startswith("run_root=")]
-    return Path(roots[-1] if roots else "runs").expanduser().absolute() / f"paper-{scale.name}"
+    return Path(run_root_in(more)[1]).expanduser().absolute() / f"paper-{scale.name}"
 
 
 @contextmanager

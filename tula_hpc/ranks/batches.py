@@ -2,7 +2,7 @@
 
 | name      | shape                                                                                                    |
 |-----------|----------------------------------------------------------------------------------------------------------|
-| `inputs`  | (batch, ...): a tensor, or tensors in a tuple, list or dict; the model's one argument                    |
+| `inputs`  | (batch, ...): a tensor, or tensors in a tuple, list or mapping; the model's one argument                 |
 | `targets` | (batch, ...): class indices, one for a sample or for each place in it; a negative one, such as the -100  |
 |           | that torch's CrossEntropyLoss ignores, is not counted. Anything else is trained on, without accuracies   |
 | `outputs` | (batch, classes, ...): classes are dimension 1, the rest is as in the targets; what the loss wants where |
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The same batch with its tensors on the device; the host does not wait for pinned ones."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return moved if isinstance(batch, dict) else type(batch)(moved)  # type: ignore[call-arg]
     if isinstance(batch, (tuple, list)):
         return [to_device(value, device) for value in batch]
     return batch
@@ -35,7 +37,7 @@ def num_bytes(batch: Any) -> int:
     """What the tensors of a batch take."""
     if isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return sum(num_bytes(part) for part in parts)
 
 

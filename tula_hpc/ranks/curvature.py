@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tula_hpc.optim.reference import batch_size, take
+
 Vector = list[Tensor]
 """One tensor for each parameter."""
 
@@ -40,7 +42,7 @@ def largest_eigenvalue(
     Args:
         model: Without DDP around it; parameters with `requires_grad=False` count as constants.
         loss_fn: Mean loss of (outputs, targets).
-        inputs: One batch, on the model's device.
+        inputs: One batch, on the model's device: a tensor, or tensors in a tuple, list or mapping.
         targets: Likewise.
         iterations: Most products with the Hessian, of each of the two iterations.
         tolerance: An iteration ends when |Hv - λv| is at most this share of |Hv|.
@@ -49,13 +51,14 @@ def largest_eigenvalue(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
-    at_once = samples_at_once or len(inputs)
+    num_samples = batch_size(inputs)
+    parts = torch.arange(num_samples).split(samples_at_once or num_samples)
     was_training = {module: module.training for module in model.modules()}
 
     def product(v: Vector) -> Vector:
         total = [torch.zeros_like(p) for p in parameters]
-        for some, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
-            loss = loss_fn(model(some), wanted) * (len(some) / len(inputs))
+        for rows in parts:
+            loss = loss_fn(model(take(inputs, rows)), take(targets, rows)) * (len(rows) / num_samples)
             grads = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             curved = [(grad, part) for grad, part in zip(grads, v, strict=True) if grad.requires_grad]
             if curved:

@@ -87,7 +87,9 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
     return dist.TCPStore(address["host"], address["port"], me.world_size, False, timeout, wait_for_workers=False)
 
 
-def replicate(model: torch.nn.Module, device: torch.device, channels_last: bool = False) -> torch.nn.Module:
+def replicate(
+    model: torch.nn.Module, device: torch.device, channels_last: bool = False, find_unused_parameters: bool = False
+) -> torch.nn.Module:
     """The model on its device and in its memory format, in DDP if there are other ranks."""
     model = model.to(device)
     if channels_last:
@@ -95,7 +97,9 @@ def replicate(model: torch.nn.Module, device: torch.device, channels_last: bool 
     if not dist.is_initialized():
         return model
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
+    )
 
 
 def inner_module(model: torch.nn.Module) -> torch.nn.Module:

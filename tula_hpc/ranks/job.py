@@ -36,6 +36,8 @@ _DEVICE_MEMORY = re.compile(
 )
 # The last is what a data loader says of a worker that the kernel has killed.
 _HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory|killed by signal: Killed")
+# The beginning of DDP's words on a second step after one that left a parameter out.
+_UNUSED = "Expected to have finished reduction in the prior iteration"
 # How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
 _WAITED = re.compile(
     r"timed out waiting|collective operation timeout|wait timeout|timed out after|socket timeout", re.I
@@ -78,6 +80,11 @@ def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) ->
     """What a rank leaves behind for the controller to judge by."""
     rank, host = 0 if me is None else me.rank, socket.gethostname()
     kind = warning.kind() if isinstance(error, TimeIsUp) else classify(error)
+    if _UNUSED in str(error):
+        error = TulaError(
+            f"the model has parameters that a step did not use ({_names_of_unused(str(error))}); freeze them, or set "
+            "workload.find_unused_parameters=true"
+        )
     message = str(error).strip() if isinstance(error, TulaError) else f"{type(error).__name__}: {error}".strip()
     if kind != "error":  # what ran out and how much was wanted; the rest of torch's text is in the traceback
         message = ". ".join(message.split(". ")[:2]).splitlines()[0]
@@ -92,6 +99,12 @@ def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) ->
         "time": time.time(),
         "traceback": traceback.format_exc(),
     }
+
+
+def _names_of_unused(text: str) -> str:
+    """Where torch tells them, or else how to have it do so."""
+    told = re.search(r"Parameters which did not receive grad for rank \d+: ([^\n]*)", text)
+    return told[1].strip() if told else "which: TORCH_DISTRIBUTED_DEBUG=DETAIL tells"
 
 
 def _place(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,16 @@ class Bench:
     averaging: PostLocalSGD | None
 
     def next_batch(self) -> tuple[Any, Any]:
-        inputs, targets = next(self.batches)
+        batch = next(self.batches)
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            what = f"a {type(batch).__name__}"
+            what += f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
+            what += f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            raise TulaError(
+                f"workload.dataset gave {what} for a sample, or its collate_fn for a batch; give a pair (input, "
+                "target), of which each may be a tensor, or tensors in a tuple or dict"
+            )
+        inputs, targets = batch
         if batch_size(inputs) != self.batch_per_rank:
             raise TulaError(
                 f"the loader gave a batch of {batch_size(inputs)}, not {self.batch_per_rank}; check workload.dataset"
@@ -171,7 +180,8 @@ def profile(
 def _build(
     settings: Settings, candidate: Candidate, me: Rank, dataset: Any, device: torch.device, clock: Clock
 ) -> Bench:
-    model = replicate(build_model(settings), device, settings.training.channels_last)
+    find_unused = settings.workload.find_unused_parameters
+    model = replicate(build_model(settings), device, settings.training.channels_last, find_unused)
     last_bucket = LastBucket(clock)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, last_bucket.average)
