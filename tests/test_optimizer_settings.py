@@ -143,7 +143,7 @@ def test_named_parameters_are_left_unscaled(tiny_settings: Make, tmp_path: Path,
     settings = tiny_settings(f"method={method}", "workload.unscaled=['*.bias','0.weight']")
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        optimizer = build_optimizer(settings, replicate(build_model(settings), CPU), 256)
+        optimizer = build_optimizer(settings, replicate(build_model(settings), settings, CPU), 256)
     finally:
         dist.destroy_process_group()
     assert {group.get("ags", True): len(group["params"]) for group in optimizer.param_groups} == sizes

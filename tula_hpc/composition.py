@@ -78,12 +78,9 @@ def compose(arguments: list[str]) -> Settings:
                 # a name is missing only because the experiment was taken out for its own mistake
                 if problems and "missing mandatory value: name" in str(error):
                     break
-                culprit = next(filter(_is_unreadable, overrides), None)
-                if culprit is None:
-                    culprit = _culprit(str(error), overrides)
-                    problems.append(_explain(error, culprit))
-                else:
-                    problems.append(_quote_it(culprit))
+                unreadable = next(filter(_is_unreadable, overrides), None)
+                culprit = unreadable or _culprit(str(error), overrides)
+                problems.append(_quote_it(unreadable) if unreadable else _explain(error, culprit))
                 if culprit is None:
                     break
                 overrides = [o for o in overrides if o != culprit]

@@ -143,7 +143,6 @@ class TulaOptimizer(WrappedOptimizer):
         problems = _setting_problems(self) + self._gate.problems() + self._meter.problems(small_batch)
         if problems:
             raise ValueError(f"TulaOptimizer: {' '.join(problems)}")
-        self._checked = 0  # gradients
         gradients.refuse_sharded(self._parameters())
         self._notices = Notices()
         self._steps = 0
@@ -434,10 +433,12 @@ class TulaOptimizer(WrappedOptimizer):
     def _geometry(self) -> dict[str, Any]:
         """Settings that a measured scale belongs to: a state saved under others gives up its scale."""
         meter = self._meter
-        kept = {key: getattr(meter, key) for key in ("granularity", "reference", "exponent", "s_min", "s_max")}
-        reference_batch = meter.reference_batch(self.global_batch, self.small_batch)
-        batches = {"global_batch": self.global_batch, "small_batch": self.small_batch}
-        return {**batches, "reference_batch": reference_batch, **kept}
+        return {
+            "global_batch": self.global_batch,
+            "small_batch": self.small_batch,
+            "reference_batch": meter.reference_batch(self.global_batch, self.small_batch),
+            **{key: getattr(meter, key) for key in ("granularity", "reference", "exponent", "s_min", "s_max")},
+        }
 
     def _load_own_state(self, saved: dict[str, Any]) -> None:
         """Norm and scales are dropped if they were measured at another batch geometry or granularity, or with a
@@ -490,9 +491,7 @@ class TulaOptimizer(WrappedOptimizer):
         found: list[Any] = [p.grad for p in self._parameters()]
         if any(grad is None for grad in found):
             found = [grad for grad in found if grad is not None]
-        if self._checked != len(found):
-            gradients.refuse_unusual(found)
-            self._checked = len(found)
+        self._refuse_unusual(found)
         return found
 
     def _warn_unless_useful(self) -> None:

@@ -88,7 +88,6 @@ class BoundedOptimizer(WrappedOptimizer):
         if problems:
             raise ValueError(f"BoundedOptimizer: {' '.join(problems)}")
         gradients.refuse_sharded(self._parameters())
-        self._checked = 0  # gradients
         self.bound_factor = 1.0
         self._scales: Tensor | None = None  # of the last step, one for each tensor
         self._sizes: Tensor | None = None
@@ -117,9 +116,7 @@ class BoundedOptimizer(WrappedOptimizer):
             return
         parameters = [p for members, _ in groups for p in members]
         found: list[Any] = [p.grad for p in parameters]
-        if self._checked != len(found):
-            gradients.refuse_unusual(found)
-            self._checked = len(found)
+        self._refuse_unusual(found)
         layout = _layout(tuple((p.ndim, p.numel()) for p in parameters), found[0].device)
         weights, steps = gradients.norms([*parameters, *found]).split(len(parameters))
         rates = [lr for _, lr in groups]

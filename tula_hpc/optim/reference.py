@@ -61,7 +61,7 @@ def batch_size(batch: Any) -> int:
     values = batch.values() if isinstance(batch, Mapping) else _sequence(batch)
     first = next((value for value in values if value is not None), None)
     if first is None:
-        raise TypeError("AGS found no tensor in a batch, and so not how many samples it has.")
+        raise TypeError("There is no tensor in a batch that would tell how many samples it has.")
     return batch_size(first)
 
 
@@ -74,8 +74,8 @@ def _sequence(batch: Any) -> Sequence[Any]:
     if isinstance(batch, (tuple, list)):
         return batch
     raise TypeError(
-        f"AGS takes samples of tensors, and of tensors in tuples, lists and mappings, but a batch holds a "
-        f"{type(batch).__name__}; leave it out of what is passed to refresh."
+        "A batch may be a tensor, or tensors in tuples, lists and mappings, with lists of texts or numbers beside "
+        f"them, but a batch holds a {type(batch).__name__}; leave it out."
     )
 
 

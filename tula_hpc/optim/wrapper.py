@@ -38,6 +38,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "torch.optim.SGD(model.parameters(), lr=...), say."
             )
         self.optimizer = optimizer
+        self._checked = 0
         # What the base constructor does apart from parameters and state, which we forward: hooks and the hooked step.
         super().__setstate__({})
         self._lists: dict[bool, tuple[list[list[Tensor]], list[Tensor]]] = {}
@@ -111,6 +112,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The lists know the parameters by identity, which a copy does not share.
         kept = {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}
         return kept | {"_lists": {}}
+
+    def _refuse_unusual(self, found: list[Tensor]) -> None:
+        """Refuse gradients that cannot be scaled; looked at when there are more or fewer of them than before."""
+        if self._checked != len(found):
+            gradients.refuse_unusual(found)
+            self._checked = len(found)
 
     @staticmethod
     def _evaluated(closure: Callable[[], Any] | None) -> Any:

@@ -52,13 +52,17 @@ def largest_eigenvalue(
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
     num_samples = batch_size(inputs)
-    parts = torch.arange(num_samples).split(samples_at_once or num_samples)
+    # taken once, and not for each of the products
+    parts = [
+        (len(rows) / num_samples, take(inputs, rows), take(targets, rows))
+        for rows in torch.arange(num_samples).split(samples_at_once or num_samples)
+    ]
     was_training = {module: module.training for module in model.modules()}
 
     def product(v: Vector) -> Vector:
         total = [torch.zeros_like(p) for p in parameters]
-        for rows in parts:
-            loss = loss_fn(model(take(inputs, rows)), take(targets, rows)) * (len(rows) / num_samples)
+        for share, some, wanted in parts:
+            loss = loss_fn(model(some), wanted) * share
             grads = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             curved = [(grad, part) for grad, part in zip(grads, v, strict=True) if grad.requires_grad]
             if curved:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_hpc.config import Settings
 from tula_hpc.errors import TulaError
 from tula_hpc.ranks.launch import Rank, on_one_host
 from tula_hpc.runs import AttemptFolder, read_json, write_json
@@ -87,18 +88,17 @@ def _rendezvous(me: Rank, attempt: AttemptFolder, timeout: timedelta) -> dist.TC
     return dist.TCPStore(address["host"], address["port"], me.world_size, False, timeout, wait_for_workers=False)
 
 
-def replicate(
-    model: torch.nn.Module, device: torch.device, channels_last: bool = False, find_unused_parameters: bool = False
-) -> torch.nn.Module:
+def replicate(model: torch.nn.Module, settings: Settings, device: torch.device) -> torch.nn.Module:
     """The model on its device and in its memory format, in DDP if there are other ranks."""
     model = model.to(device)
-    if channels_last:
+    if settings.training.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if not dist.is_initialized():
         return model
     ids = [device.index] if device.type == "cuda" else None
+    find_unused = settings.workload.find_unused_parameters
     return DistributedDataParallel(
-        model, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
+        model, device_ids=ids, gradient_as_bucket_view=True, find_unused_parameters=find_unused
     )
 
 

@@ -180,8 +180,7 @@ def profile(
 def _build(
     settings: Settings, candidate: Candidate, me: Rank, dataset: Any, device: torch.device, clock: Clock
 ) -> Bench:
-    find_unused = settings.workload.find_unused_parameters
-    model = replicate(build_model(settings), device, settings.training.channels_last, find_unused)
+    model = replicate(build_model(settings), settings, device)
     last_bucket = LastBucket(clock)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, last_bucket.average)

@@ -70,8 +70,7 @@ def train(
     host_memory.reset_peak()
     num_samples = len(train_set)
     eval_batch = hyper.eval_batch_per_rank or candidate.batch_per_rank
-    find_unused = settings.workload.find_unused_parameters
-    model = replicate(build_model(settings), device, settings.training.channels_last, find_unused)
+    model = replicate(build_model(settings), settings, device)
     optimizer = build_optimizer(settings, model, candidate.global_batch)
     if isinstance(optimizer, BoundedOptimizer):
         follow_as_many_samples(inner_module(model), candidate.global_batch, settings.method.small_batch)
