@@ -1,6 +1,6 @@
 """Tables of the test accuracies that tests/benchmarks/accuracy.py records.
 
-    python -m tests.benchmarks.accuracy_table FILE...
+    python -m tests.benchmarks.accuracy_table [FILE...]
 
 Prints test and train accuracy of every method, what each gains over plain training (which must be among the records),
 and the paper's Table I beside ours.
@@ -8,8 +8,8 @@ and the paper's Table I beside ours.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,11 @@ def _or_dash(numbers: Any, name: str) -> str:
 
 def main() -> None:
     """All tables of the files."""
+    parser = argparse.ArgumentParser(description="Tables of test accuracies: by method, gains, beside the paper's")
+    parser.add_argument("files", type=Path, nargs="*", default=[FINALS], metavar="FILE")
+    files = parser.parse_args().files
     pd.set_option("display.width", 250, "display.max_rows", 200, "display.max_columns", 30)
-    records = read([Path(file) for file in sys.argv[1:]])
+    records = read(files)
     groups, large = _grouped(records), of_large_batches(records)
     print("Test top-1, ± the standard deviation over seeds, in brackets train top-1, percent\n")
     words = _top1(groups) + groups["train_top1"].mean().map(" ({:.0f})".format)
