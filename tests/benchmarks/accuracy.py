@@ -192,7 +192,6 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
     model = task.build(num_classes).cuda().to(memory_format=torch.channels_last).train()
     images, classes = data["train"]
     batch = run["batch"]
-    steps = len(classes) // batch
     epochs = run.get("epochs", task.epochs)
     schedule = functools.partial(
         lr_factor,
@@ -205,6 +204,14 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         return F.cross_entropy(outputs, targets)
 
     method = accuracy_methods.build(run["method"], model, loss_fn, task.lr, task.weight_decay, batch, SMALL_BATCH)
+    watch = None
+    if method.is_watched:
+        parts = torch.randperm(len(classes), device=classes.device)
+        kept_back, rest = parts.tensor_split([min(accuracy_methods.KEPT_BACK, len(classes) // 10)])
+        held_out = images[kept_back], classes[kept_back]
+        images, classes = images[rest], classes[rest]
+        watch = accuracy_methods.Watch(method, lambda: accuracy(model, held_out, size)["top1"], len(kept_back))
+    steps = len(classes) // batch
     began, losses, curve = time.time(), [], []
     for epoch in range(epochs):
         order = torch.randperm(len(classes), device="cuda")
@@ -217,7 +224,10 @@ def train(run: dict[str, Any], data: dict[str, Split], until: float) -> dict[str
         losses.append(loss)
         if time.time() > until:
             return None
-        if not math.isfinite(float(losses[-1])) or (
+        if watch is not None:
+            if (epoch + 1) % max(1, epochs // 20) == 0 or not math.isfinite(float(losses[-1])):
+                watch.look()
+        elif not math.isfinite(float(losses[-1])) or (
             epoch + 1 == epochs // 2 and losses[-1] > 0.999 * math.log(num_classes)
         ):
             break  # diverged, or no better than guessing when half of the training is over

@@ -23,6 +23,8 @@ from tula_hpc.optim.schedules import bound_factor
 WARMUP_EPOCHS = 5
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
+KEPT_BACK = 2000
+"""Images that a watched training does without; a tenth at most."""
 PLANS: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, ...], tuple[int, ...]]]] = {}
 
 
@@ -42,6 +44,7 @@ class Method:
         self.shuffle = self.free = self.warm = self.warmed = self.cos = False
         self.tau, self.follow, self.anneal, self.factor, self.progress = 0.005, 0.0, 0.0, 1.0, 0.0
         self.usual = self.mean_factor = None
+        self.boldness, self.is_watched = 1.0, False
         inner = torch.optim.SGD(self.params, lr=lr, momentum=0.9, weight_decay=weight_decay, fused=True)
         self.inner, self.optimizer = inner, inner
         for word, number in re.findall(r"([a-z_]+)([0-9.]*)", name):
@@ -62,6 +65,8 @@ class Method:
                     multiplier = 2 * (batch / 512) ** (math.log(5) / math.log(8)) / lr
             elif word in ("tau", "follow", "anneal"):
                 setattr(self, word, value)
+            elif word == "watch":
+                self.boldness, self.is_watched = value or 1.0, True
             elif word in ("shuffle", "free", "warm", "cos"):
                 setattr(self, word, True)
             elif word == "ags":
@@ -90,7 +95,8 @@ class Method:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         if isinstance(self.optimizer, BoundedOptimizer):
-            self.optimizer.bound_factor = bound_factor(epoch, epochs=epochs, warmup_epochs=WARMUP_EPOCHS)
+            factor = bound_factor(epoch, epochs=epochs, warmup_epochs=WARMUP_EPOCHS)
+            self.optimizer.bound_factor = factor * self.boldness
 
     def train_step(self, inputs: Tensor, targets: Tensor, is_last_of_epoch: bool) -> Tensor:
         """One step on a batch; its loss."""
@@ -136,7 +142,8 @@ class Method:
     def facts(self) -> dict[str, Any]:
         """What else belongs into the record."""
         mean = None if self.mean_factor is None else round(float(self.mean_factor) / max(self.steps, 1), 4)
-        return {"multiplier": round(self.multiplier, 4), "mean_factor": mean, "steps": self.steps}
+        watched = {"boldness": self.boldness} if self.is_watched else {}
+        return {"multiplier": round(self.multiplier, 4), "mean_factor": mean, "steps": self.steps, **watched}
 
     def multiply(self, factors: list[Tensor] | Tensor) -> None:
         """Multiply all gradients, and keep the mean of the factors for the record."""
@@ -255,6 +262,30 @@ class Fresh:
         small, large = (self.small.sum(), self.large.sum()) if self.whole else (self.small, self.large)
         gain = (small / (large + 1e-30)).clamp(1.0, method.ratio) ** (self.power / 2)
         method.multiply(gain if self.whole else list(gain.unbind()))
+
+
+class Watch:
+    """Accuracy on images that are kept back decides how bold the bounds are, as the paper's section VI has in mind:
+    where it falls by more than chance would have it, the training goes on from its best weights with half the bounds.
+    """
+
+    def __init__(self, method: Method, top1: Callable[[], float], samples: int):
+        self.method, self.top1, self.samples = method, top1, samples
+        self.best = -1.0
+        self.look()
+
+    def look(self) -> None:
+        """Measure, and go back or go on."""
+        top1, method = self.top1(), self.method
+        error = math.sqrt(top1 * (100 - top1) / self.samples)
+        if top1 < self.best - 2 * error:
+            method.model.load_state_dict(self.weights)
+            method.inner.load_state_dict(copy.deepcopy(self.momenta))
+            method.boldness /= 2
+        elif top1 >= self.best:
+            self.best = top1
+            self.weights = copy.deepcopy(method.model.state_dict())
+            self.momenta = copy.deepcopy(method.inner.state_dict())
 
 
 class PostLocal(Method):
@@ -438,6 +469,9 @@ PLANS["explore8"] = [
     (_M, ("lin+band0.7+tau0.01+anneal0.5+warm",), (1,)),
     *_on_each_model("lin+band0.7+tau0.01+anneal0.75+warm"),
 ]
+
+# bounds that the accuracy on images kept back decides, where to begin with them are twice or four times the default's
+PLANS["watched"] = _on_each_model("ags+watch2", "ags+watch4", "ags+watch1")
 
 _LARGE = {"vgg11": (4096, 2048, 1024), "resnet18": (4096, 2048, 1024), "mobilenetv3": (4096,)}
 _MORE = {"mobilenetv3": (2048, 1024)}
