@@ -52,6 +52,16 @@ def test_outputs_of_another_shape_are_refused(shape: tuple[int, ...]):
     assert "transpose(1, 2)" in str(caught.value)
 
 
+def test_a_model_of_two_arguments_is_told_how_it_is_called():
+    class OfTwo(torch.nn.Module):
+        def forward(self, image: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return image * mask
+
+    inputs = (torch.ones(2, 3), torch.ones(2, 3))
+    with pytest.raises(TulaError, match=r"forward\(image: .*was called with one argument.*image, mask = inputs"):
+        batches.forward(OfTwo(), torch.nn.functional.mse_loss, inputs, torch.ones(2, 3))
+
+
 def test_outputs_that_are_no_tensor_are_refused_where_classes_are_counted():
     with pytest.raises(TulaError, match=r"returned a dict .* a tensor of shape \(batch, classes"):
         batches.forward(lambda inputs: {"logits": 1}, nn.CrossEntropyLoss(), None, torch.zeros(8, dtype=torch.int64))

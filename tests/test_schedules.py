@@ -101,3 +101,8 @@ def test_refuses_an_unknown_scaling():
 def test_bounds_rise_with_the_warmup_and_fall_to_the_end(epoch, factor):
     """The factor of the bounds is a tenth at first, follows what remains after the warm-up, and is never negative."""
     assert bound_factor(epoch, epochs=100, warmup_epochs=4) == pytest.approx(factor)
+
+
+def test_a_rate_of_zero_stays_zero_through_the_warm_up():
+    """A rate that a sweep sets to 0 is one."""
+    assert learning_rate(1, **PAPER | {"lr": 0.0}, scaling="linear") == 0

@@ -52,7 +52,7 @@ def learning_rate(
         decay: See `lr_factor`.
     """
     scaled = scaled_lr(lr, global_batch=global_batch, small_batch=small_batch, scaling=scaling)
-    start = 0.1 * min(1.0, lr / scaled)
+    start = 0.1 * min(1.0, 1 / scaled_lr(1.0, global_batch=global_batch, small_batch=small_batch, scaling=scaling))
     return scaled * lr_factor(
         epoch, warmup_epochs=warmup_epochs, milestones=milestones, decay=decay, warmup_start=start
     )

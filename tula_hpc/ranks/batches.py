@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tula_hpc.errors import TulaError
 from tula_hpc.optim.reference import batch_size
+from tula_hpc.ranks.distributed import inner_module
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -45,9 +47,14 @@ def forward(model: Any, loss_fn: Any, inputs: Any, targets: Any) -> tuple[Any, T
     """Outputs and loss.
 
     Raises:
-        TulaError: If the outputs' shape does not belong to targets that are class indices.
+        TulaError: If the model does not take one argument, or the outputs' shape does not belong to targets that are
+            class indices.
     """
-    outputs = model(inputs)
+    try:
+        outputs = model(inputs)
+    except TypeError:
+        _refuse_other_arguments(inner_module(model), inputs)
+        raise
     if _are_classes(targets):
         if not isinstance(outputs, Tensor):
             raise TulaError(
@@ -62,6 +69,22 @@ def forward(model: Any, loss_fn: Any, inputs: Any, targets: Any) -> tuple[Any, T
                 "Integer targets that are no class indices can be told by a tuple or a dict around them"
             )
     return outputs, loss_fn(outputs, targets)
+
+
+def _refuse_other_arguments(model: torch.nn.Module, inputs: Any) -> None:
+    """Say what forward is called with, where its signature wants something else."""
+    try:
+        takes = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a scripted one
+        return
+    try:
+        takes.bind(inputs)
+    except TypeError as error:
+        names = ", ".join(takes.parameters) if len(takes.parameters) > 1 else "a, b"
+        raise TulaError(
+            f"workload.model's forward{takes} was called with one argument, the inputs of a batch ({error}); let the "
+            f"data set give several in a tuple, (({names}), target), and forward take them apart: {names} = inputs"
+        ) from None
 
 
 def tally(outputs: Any, targets: Any, loss: Tensor, top: tuple[int, ...]) -> Tensor:
