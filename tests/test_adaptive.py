@@ -11,7 +11,7 @@ import pytest
 
 from tula_hpc.candidates import Candidate, candidate_grid
 from tula_hpc.checks import check
-from tula_hpc.config import Settings
+from tula_hpc.config import Settings, expected_attempt_s
 from tula_hpc.control.budget import within_budget
 from tula_hpc.control.choosing import adaptive_round, fitted, predicted
 from tula_hpc.control.journal import Attempt, State
@@ -219,6 +219,26 @@ def test_what_costs_nothing_is_in_no_budget(tiny_settings: Callable[..., Setting
     settings = tiny_settings("search=adaptive", "search.max_points=3")
     assert within_budget(settings, state(*TRIED, tag="taken"), WANTED, 0) == WANTED
     assert within_budget(settings, state(*TRIED, verdict=Verdict.never_started), WANTED, 0) == WANTED
+
+
+def test_a_round_beyond_the_first_points_is_in_the_budget_though_those_were_taken_over(
+    tiny_settings: Callable[..., Settings],
+):
+    """Another objective of the same run finds them measured, and may spend no more than it was given."""
+    settings = tiny_settings("search=adaptive", "search.max_points=1")
+    assert within_budget(settings, state(*TRIED, tag="taken"), WANTED, 0).candidates == WANTED.candidates[:1]
+
+
+def test_a_budget_is_held_against_the_jobs_that_the_first_points_share(tiny_settings: Callable[..., Settings]):
+    """In one job of the largest size each first point takes all its nodes."""
+    options = ("search=adaptive", "grid.min_nodes=1", "grid.max_nodes=2")
+    first = first_points(tiny_settings(*options).grid_candidates())
+    nodes_apart, nodes_together = sum(c.num_nodes for c in first), len(first) * max(c.num_nodes for c in first)
+    each_h = expected_attempt_s(tiny_settings(*options)) / 3600
+    enough_apart = f"search.max_node_hours={each_h * (nodes_apart + nodes_together) / 2}"
+    assert check(tiny_settings(*options, enough_apart)) == []
+    (problem,) = check(tiny_settings(*options, enough_apart, "profiling=single"))
+    assert f"the first points alone take {each_h * nodes_together:.2g} " in problem
 
 
 @pytest.mark.parametrize(

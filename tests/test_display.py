@@ -64,3 +64,8 @@ def test_a_job_that_waits_for_ever_is_pointed_out_once(capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert "profile on 2 nodes, batch 64 a rank: pending (Resources)" in lines
     assert len([line for line in lines if "does not go away by itself" in line and "42_0" in line]) == 1
+
+
+def test_numbers_beyond_a_thousand_are_written_out():
+    """A cost of twelve thousand is no 1.2e+04."""
+    assert [three_digits(value) for value in (0.0885, 999.4, 11_940.2)] == ["0.0885", "999", "11,940"]

@@ -142,10 +142,16 @@ def test_senseless_billing_weights_are_refused(text: str, words: str) -> None:
 def test_units_are_added_or_the_largest_counts() -> None:
     """Two hours on two nodes: 32 + 64 + 64 units a node-hour, or with MAX_TRES 64."""
     weights = read_billing_weights("CPU=1.0,Mem=0.25G,GRES/gpu=16,license/x=5")
-    added, largest = ServiceUnitPrice(weights, GPU_NODE), ServiceUnitPrice(weights, GPU_NODE, takes_largest=True)
+    added, largest = ServiceUnitPrice(weights, GPU_NODE), ServiceUnitPrice(weights, GPU_NODE, billed="largest")
     assert float(added.cost(7200.0, 2, 4, 0.0)) == pytest.approx(4 * 160)
     assert float(largest.cost(7200.0, 2, 4, 0.0)) == pytest.approx(4 * 64)
     assert added.describe() == "160 per node-hour as Slurm bills, the sum of 32 CPU x 1, 256 GiB x 0.25, 4 GPU x 16"
+
+
+def test_gpus_are_added_to_the_largest_of_the_others() -> None:
+    """With MAX_TRES_GRES: 64 for the memory, which is more than 32 for the cores, and 64 for the GPUs."""
+    price = ServiceUnitPrice(read_billing_weights("CPU=1.0,Mem=0.25G,GRES/gpu=16"), GPU_NODE, billed="largest and gres")
+    assert price.units_per_node_hour == 128
 
 
 def test_weights_that_charge_nothing_are_no_price() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,3 +184,36 @@ def test_a_choice_is_taken_as_predicted_if_so_asked(make_run: Callable[..., Run]
     run.profiled()._choose()
     assert run.attempts_at(KNEE) == []
     assert not run.selection["measured"]
+
+
+class Refuses(Measures):
+    """Takes no job of more than two nodes."""
+
+    one_host = False
+
+    def why_rejected(self, request: JobRequest) -> str | None:
+        return "QOSMaxNodePerJobLimit" if request.num_nodes > 2 else None
+
+    def longest_job_min(self, node_type: str) -> int | None:
+        return None
+
+    def max_attempts(self) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize("search", ["partial", "full", "adaptive"])
+def test_nodes_that_the_scheduler_refuses_are_not_chosen(
+    make_run: Callable[..., Run], rank_meta: Callable[..., dict[str, Any]], search: str
+):
+    """Whatever the models promise for more nodes, their jobs would be refused in the training as well."""
+    run = make_run("objective=time", f"search={search}", "grid.min_nodes=1")
+    run.scheduler = Refuses(run.settings)
+    run.scheduler.rank_meta = rank_meta
+    small = dataclasses.replace(run.settings, grid=dataclasses.replace(run.settings.grid, max_nodes=2))
+    Run(small, run.folder, run.scheduler).profiled()  # so that there is something to go on with
+    wide = run.controller()
+    wide._fit(wide._profile())
+    wide._choose()
+    assert run.selection["num_nodes"] == 2
+    why = {c["num_nodes"]: c["why_infeasible"] for c in run.selection["candidates"] if not c["feasible"]}
+    assert "would not accept its job: QOSMaxNodePerJobLimit" in why[4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tula_hpc.candidates import Candidate, candidate_grid
-from tula_hpc.models.search import close_infeasible, next_round
+from tula_hpc.models.search import close_infeasible, first_points, next_round
 
 GRID = candidate_grid([2, 4, 8], 1, [8, 16, 32, 64], 1, 10_000)
 
@@ -98,3 +98,14 @@ def test_unknown_mode_is_refused() -> None:
     """A mode that does not exist is refused."""
     with pytest.raises(ValueError, match="thorough"):
         next_round("thorough", GRID, set(), set())
+
+
+def test_an_error_of_every_first_point_ends_the_search_of_its_type_of_node() -> None:
+    """What ends the first points, such as an error of the model, would end the others: they are not tried in turn."""
+    grid = [Candidate(n, b, 1, node_type) for node_type in ("a", "b") for n in (2, 4) for b in (8, 16, 32)]
+    lost = {c for c in first_points(grid) if c.node_type == "a"}
+    now = next_round("adaptive", grid, set(), set(), lost, set(), None)
+    assert {c.node_type for c in now.candidates} == {"b"}
+    assert next_round("adaptive", grid, set(), set(), first_points(grid), set(), None).ended_by == "exhausted"
+    some = set(list(first_points(grid))[:2])
+    assert next_round("adaptive", grid, set(), set(), some, set(), None).candidates

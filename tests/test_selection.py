@@ -618,4 +618,12 @@ def test_a_cluster_that_is_always_interrupted_is_infeasible() -> None:
     """Where no checkpoint is ever reached, the row says so instead of having an infinite time."""
     table = make_table(grid=[Candidate(2, 8), Candidate(10**5, 8)], price=SpotPrice(1.0, 0.1, 10, 5))
     assert list(table["feasible"]) == [True, False]
-    assert "interrupted too often" in table["why_infeasible"][1]
+    assert "interrupted so often that it would take more than 100 times as long" in table["why_infeasible"][1]
+
+
+def test_what_interruptions_leave_nothing_of_is_told_with_its_own_way_out() -> None:
+    """A training that would take thousands of times as long is none, and memory has nothing to do with it."""
+    table = make_table(grid=[Candidate(2, 8)], price=SpotPrice(1.0, 60.0, 10, 5))
+    with pytest.raises(NoFeasibleConfiguration, match=r"pricing\.checkpoint_interval_min") as caught:
+        select(table, "time")
+    assert "memory" not in str(caught.value)

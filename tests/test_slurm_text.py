@@ -19,7 +19,7 @@ from tula_hpc.control.scheduler import JobRequest
 from tula_hpc.control.slurm import Trial, batch_parameters, read_trial, refusal
 from tula_hpc.control.slurm_commands import (
     answers,
-    bills_largest,
+    billed,
     broken_hosts,
     max_array_elements,
     memory_gib_per_node,
@@ -289,17 +289,24 @@ def test_a_partitions_billing_weights_are_read():
 
 def test_units_are_those_that_slurm_bills():
     """The whole partition has the 500 units that Slurm itself prints for it."""
-    price = ServiceUnitPrice(read_billing_weights(read_billing(PARTITION)), {"cpu": 64, "mem": 500}, takes_largest=True)
+    price = ServiceUnitPrice(read_billing_weights(read_billing(PARTITION)), {"cpu": 64, "mem": 500}, billed="largest")
     assert price.units_per_node_hour * 4 == 500
 
 
 @pytest.mark.parametrize(
-    ("flags", "largest"), [("MAX_TRES", True), ("CALCULATE_RUNNING,MAX_TRES", True), ("", False), ("(null)", False)]
+    ("flags", "what"),
+    [
+        ("MAX_TRES", "largest"),
+        ("CALCULATE_RUNNING,MAX_TRES", "largest"),
+        ("MAX_TRES_GRES", "largest and gres"),
+        ("", "sum"),
+        ("(null)", "sum"),
+    ],
 )
-def test_the_sites_flag_says_whether_the_largest_is_billed(monkeypatch: pytest.MonkeyPatch, flags: str, largest: bool):
-    """MAX_TRES among the priority flags, in any place."""
+def test_the_sites_flag_says_what_is_billed(monkeypatch: pytest.MonkeyPatch, flags: str, what: str):
+    """MAX_TRES or MAX_TRES_GRES among the priority flags, in any place."""
     monkeypatch.setattr(slurm_commands, "site_config", lambda: {"PriorityFlags": flags})
-    assert bills_largest() is largest
+    assert billed() == what
 
 
 def test_weights_that_the_settings_leave_open_are_refused_before_anything_is_submitted(

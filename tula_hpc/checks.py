@@ -26,9 +26,9 @@ from tula_hpc.config import (
     PricingKind,
     Settings,
     TrainingSettings,
-    expected_attempt_s,
     to_plain,
 )
+from tula_hpc.control.packing import node_hours
 from tula_hpc.models.search import SearchMode, first_points
 
 SHORTEST_CONTROLLER_MIN = 10
@@ -473,10 +473,10 @@ def _check_budget(settings: Settings) -> list[str]:
     first = first_points(settings.grid_candidates())
     needs = {
         "max_points": float(len(first)),
-        "max_node_hours": sum(c.num_nodes * expected_attempt_s(settings) for c in first) / 3600,
+        "max_node_hours": node_hours(settings, sorted(first)),
     }
     return [
-        f"search.{key} is {given[key]:g}; the first points alone take {round(need + 0.005, 2):g} "
+        f"search.{key} is {given[key]:g}; the first points alone take {math.ceil(100 * need - 1e-9) / 100:g} "
         f"({', '.join(c.name for c in sorted(first))}); raise it to that at least"
         for key, need in needs.items()
         if key in given and given[key] < need

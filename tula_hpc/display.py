@@ -16,6 +16,7 @@ from rich.text import Text
 from tula_hpc.candidates import Candidate, nodes_of
 from tula_hpc.control.verdicts import STUCK
 from tula_hpc.methods import in_words
+from tula_hpc.models.words import three_digits
 from tula_hpc.runs import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ def duration(seconds: float) -> str:
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.3g} s"
     return f"{seconds * 1000:.3g} ms"
+
+
+def predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> float | None:
+    """The prediction for the configuration that was trained with, which may not be the chosen one."""
+    sizes = {name: result[name] for name in ("num_nodes", "batch_per_rank")}
+    used = Candidate.from_record({**selection, **sizes})
+    rows = [row for row in selection["candidates"] if Candidate.from_record(row) == used]
+    return float(rows[0]["step_time_s"]) if rows else None
 
 
 @dataclass
@@ -211,9 +220,10 @@ class Display:
         chosen = selection["num_nodes"], selection["batch_per_rank"]
         if (result["num_nodes"], result["batch_per_rank"]) != chosen:
             used += f" (chosen was {nodes_of(chosen[0], node_type)} x {chosen[1]} a rank; `status` says why it changed)"
-        predicted_s, took_s, step = selection["predicted"]["step_time_s"], result["step_time_s"], ""
+        predicted_s, took_s, step = predicted_step_s(selection, result), result["step_time_s"], ""
         if took_s:  # unknown, or 0 in older records, where nothing was timed since the training last went on
-            step = f"; a step took {duration(took_s)} (predicted {duration(predicted_s)})"
+            step = f"; a step took {duration(took_s)}"
+            step += f" (predicted {duration(predicted_s)})" if predicted_s is not None else ""
         self.explain(
             f"trained {result['epochs']} epochs with {used} in {duration(result['train_s'])}, {in_words(result)}: "
             f"{accuracy_or_loss(result)}{step}"
@@ -264,7 +274,7 @@ def candidates_table(selection: dict[str, Any]) -> Table:
             _or_dash(row["epoch_time_s"], duration),
             _or_dash(row["train_time_s"], duration),
             _or_dash(memory, lambda gib: f"{gib:.2f} GiB"),
-            _or_dash(row["cost"], lambda cost: f"{selection['currency']}{cost:.3g}"),
+            _or_dash(row["cost"], lambda cost: f"{selection['currency']}{three_digits(cost)}"),
             *([_or_dash(row["queue_wait_s"], duration)] if waits_known else []),
             note,
             style="bold green" if is_chosen else "" if row["feasible"] else "dim",

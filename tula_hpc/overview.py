@@ -13,6 +13,7 @@ from rich.table import Table
 from tula_hpc.control.lease import holder_of
 from tula_hpc.display import duration
 from tula_hpc.errors import RecordError
+from tula_hpc.models.words import three_digits
 from tula_hpc.runs import RunFolder, read_json
 
 # Ends of a job that the run goes on after.
@@ -67,7 +68,7 @@ def summarise(run: RunFolder) -> Summary:
         controller,
         _configuration(selection) if selection else "",
         duration(predicted["train_time_s"]) if predicted else "",
-        f"{selection['currency']}{predicted['cost']:.3g}" if predicted else "",
+        f"{selection['currency']}{three_digits(predicted['cost'])}" if predicted else "",
         trained.get("method", ""),
         "" if accuracy is None else f"{accuracy:.2f} %",
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tula_hpc.config import ClusterKind, ClusterSettings, PricingKind, Settings
 from tula_hpc.errors import SchedulerSilent
 from tula_hpc.models.pricing import (
+    Billed,
     MemoryPrice,
     NodeHourPrice,
     Price,
@@ -64,11 +65,11 @@ def _billed_price(settings: Settings) -> ServiceUnitPrice:
             "Slurm does not tell the TRESBillingWeights of the partition, so nothing is known of the price; try again "
             "when it answers, or give them in pricing.billing_weights"
         )
-    return service_units(settings.cluster, weights, takes_largest=on_slurm and slurm_commands.bills_largest())
+    return service_units(settings.cluster, weights, slurm_commands.billed() if on_slurm else "sum")
 
 
 def service_units(
-    cluster: ClusterSettings, weights_text: str, takes_largest: bool = False, needs_units: bool = False
+    cluster: ClusterSettings, weights_text: str, billed: Billed = "sum", needs_units: bool = False
 ) -> ServiceUnitPrice:
     """What Slurm would bill a training on this cluster: cores, memory and GPUs as the settings ask for them.
 
@@ -89,4 +90,4 @@ def service_units(
         held[f"gres/gpu:{cluster.gpu_type.lower()}"] = float(cluster.gpus_per_node)
     elif typed and cluster.gpus_per_node > 0:
         raise ValueError(f"{', '.join(typed)} is charged and cluster.gpu_type is null; set cluster.gpu_type")
-    return ServiceUnitPrice(weights, {name: amount for name, amount in held.items() if amount > 0}, takes_largest)
+    return ServiceUnitPrice(weights, {name: amount for name, amount in held.items() if amount > 0}, billed)

@@ -22,7 +22,7 @@ from tula_hpc.config import DataKind, Gate, MethodKind, ObjectiveKind, Settings,
 from tula_hpc.control.choosing import fit_of, types_of
 from tula_hpc.control.journal import Attempt, Journal, State
 from tula_hpc.control.verdicts import Verdict
-from tula_hpc.display import count, duration, loss_text
+from tula_hpc.display import count, duration, loss_text, predicted_step_s
 from tula_hpc.errors import RecordError
 from tula_hpc.markup import (
     MEMORY_PARTS,
@@ -294,7 +294,7 @@ def _tiles(records: Records, selection: dict[str, Any]) -> Iterable[str]:
             last, epochs = records.metrics[-1], records.settings.training.epochs
             yield _test_tile(last, " so far", f"after {last['epoch']} of {epochs} epochs")
         return
-    took_s, expected_s = result["step_time_s"], _predicted_step_s(selection, result)
+    took_s, expected_s = result["step_time_s"], predicted_step_s(selection, result)
     notes = ["measured in the training"]
     if took_s and expected_s:
         notes.append(f"predicted {duration(expected_s)}: {deviation(took_s, expected_s)}")
@@ -338,14 +338,6 @@ def _memory_tile(memory_gib: float | None, fit: Mapping[str, Any] | None, alone:
     )
     note = f"predicted: {share:.0f} % of {gib_text(limit)}; {allowed:.0f} % may be used"
     return _tile("Memory of a rank", gib_text(memory_gib), [note], meter)
-
-
-def _predicted_step_s(selection: dict[str, Any], result: dict[str, Any]) -> float | None:
-    """The prediction for the configuration that was trained with, which may not be the chosen one."""
-    sizes = {name: result[name] for name in ("num_nodes", "batch_per_rank")}
-    used = Candidate.from_record({**selection, **sizes})
-    rows = [row for row in selection["candidates"] if Candidate.from_record(row) == used]
-    return float(rows[0]["step_time_s"]) if rows else None
 
 
 def _alternatives(selection: dict[str, Any]) -> str:

@@ -6,10 +6,10 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings, expected_attempt_s
 from tula_hpc.control.jobs import profile_job
 from tula_hpc.control.journal import Attempt, State
-from tula_hpc.control.packing import submissions
+from tula_hpc.control.packing import node_hours
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import count
-from tula_hpc.models.search import Round
+from tula_hpc.models.search import Round, first_points
 
 _COST_NOTHING = (Verdict.skipped, Verdict.never_started)
 
@@ -24,8 +24,8 @@ def within_budget(settings: Settings, state: State, wanted: Round, minutes: floa
         minutes: Since the run began.
     """
     search, own = settings.search, _own(state)
-    if not own:  # the first points are in every budget that `check` lets pass
-        return wanted
+    if not own and set(wanted.candidates) <= first_points(settings.grid_candidates()):
+        return wanted  # these are in every budget that `check` lets pass
     if search.max_minutes is not None and minutes >= search.max_minutes:
         return _spent("max_minutes", f"{minutes:.0f} min have passed", search.max_minutes)
     tried = {a.job for a in own}
@@ -36,7 +36,7 @@ def within_budget(settings: Settings, state: State, wanted: Round, minutes: floa
         if search.max_points is not None and points > search.max_points:
             ended = _spent("max_points", f"{count(len(tried), 'candidate')} were tried", search.max_points)
             break
-        hours = used + _node_hours(settings, [*allowed, candidate])
+        hours = used + node_hours(settings, [*allowed, candidate])
         if search.max_node_hours is not None and hours > search.max_node_hours:
             words = f"up to about {used:.2f} node-hours were used, and {candidate.name} would make them {hours:.2f}"
             ended = _spent("max_node_hours", words, search.max_node_hours)
@@ -57,12 +57,6 @@ def _held_nodes(attempt: Attempt, own: list[Attempt]) -> int:
     """Nodes of the job that measured it, which may be more than it used."""
     shared = attempt.one_after_another
     return max(a.num_nodes for a in own if a.tag == attempt.tag) if shared else attempt.num_nodes
-
-
-def _node_hours(settings: Settings, candidates: list[Candidate]) -> float:
-    """What these candidates would take at most."""
-    whole = submissions(settings, settings.profiling.kind, candidates)
-    return sum(submission.node_hours(settings) for submission in whole)
 
 
 def _spent(name: str, words: str, limit: float) -> Round:

@@ -65,7 +65,7 @@ class Controller:
         self.replanning = Replanning(
             self.settings, self.run, self.journal, self.jobs, self.display.say, self._queue_waits
         )
-        self._refused: set[Candidate] = set()
+        self._refused: dict[Candidate, str] = {}
         self._told_why = ""
         self.shared = SharedPoints(self.settings, self.run, self.journal, self.display, self.heartbeat)
 
@@ -179,7 +179,7 @@ class Controller:
             fit = self._fitted()
             return adaptive_round(self.settings, fit, self._table(fit), unmeasured)
 
-        lost = self.next_steps.given_up() | self._refused
+        lost = self.next_steps.given_up() | set(self._refused)
         now = next_round(self.settings.search.mode, grid, measured, self._infeasible(), lost, self._running(), decide)
         if self.settings.search.mode is not SearchMode.adaptive or not now.candidates:
             return now
@@ -188,7 +188,7 @@ class Controller:
 
     def _round_of(self, only: Candidate) -> Round:
         """A round of one candidate, unless it is measured, cannot be, or runs."""
-        lost = self.next_steps.given_up() | self._refused
+        lost = self.next_steps.given_up() | set(self._refused)
         settled = self._measured() | self._infeasible() | lost | self._running()
         return Round([] if only in settled else [only])
 
@@ -237,10 +237,21 @@ class Controller:
             )
         for line in lines:
             self.display.say(f"{self.scheduler.name} would not accept a job, which is left out: {line}")
-        left_out = {candidate for i in refused for candidate in parts[i].candidates}
-        self._refused |= left_out
-        self.shared.give_back(left_out)
+        for i, why in refused.items():
+            left_out = self._candidates_like(parts[i])
+            self._refused |= dict.fromkeys(left_out, f"{self.scheduler.name} would not accept its job: {why}")
+            self.shared.give_back(set(parts[i].candidates))
         return [part for i, part in enumerate(parts) if i not in refused]
+
+    def _candidates_like(self, part: Submission) -> set[Candidate]:
+        """Those whose jobs would be refused as this one is: its own, and all of its number of nodes unless it asks for
+        more memory than they do."""
+        own = set(part.candidates)
+        if part.memory_gib is not None:
+            return own
+        size = part.node_type, part.num_nodes
+        same_size = {c for c in self.settings.grid_candidates() if (c.node_type, c.num_nodes) == size}
+        return own | (same_size - self._measured())
 
     def _wait_for_room(self, limit: SubmissionLimited) -> None:
         if not self.jobs.wait_for_room(limit):
@@ -295,7 +306,7 @@ class Controller:
         state = self.journal.state()
         last = [state.last(profile_job(c)) for c in self.settings.grid_candidates()]
         skipped = {Verdict.success, Verdict.skipped, None}
-        return {
+        return self._refused | {
             self.jobs.candidate(a): f"{(a.verdict or Verdict.failed).value.replace('_', ' ')} when profiled: {a.reason}"
             for a in last
             if a is not None and a.verdict not in skipped | self.jobs.too_large(a.node_type)

@@ -68,6 +68,12 @@ def submissions(
     ]
 
 
+def node_hours(settings: Settings, candidates: list[Candidate]) -> float:
+    """What measuring these candidates, by nodes, then batch, may be expected to take at most."""
+    whole = submissions(settings, settings.profiling.kind, candidates)
+    return sum(submission.node_hours(settings) for submission in whole)
+
+
 def _of_one_type(
     settings: Settings, kind: ProfilingKind, candidates: list[Candidate], longest_job_min: int | None
 ) -> list[Submission]:

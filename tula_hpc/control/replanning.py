@@ -34,6 +34,7 @@ from tula_hpc.models.replan import CLEAR_GAIN, Offer, Part, Refit, better, refit
 from tula_hpc.models.selection import Objective
 from tula_hpc.models.slow_host import SlowHost
 from tula_hpc.models.step_time import StepTimeFit
+from tula_hpc.models.words import three_digits
 from tula_hpc.prices import price_of
 from tula_hpc.runs import RunFolder, read_json
 
@@ -303,7 +304,7 @@ class Replanning:
         currency = self.settings.pricing.currency
         costs = ""
         if offer.cost is not None and offer.cost_here is not None:
-            costs = f", at {currency}{offer.cost:.3g} instead of {currency}{offer.cost_here:.3g}"
+            costs = f", at {currency}{three_digits(offer.cost)} instead of {currency}{three_digits(offer.cost_here)}"
         words = (
             f"What is left would take {duration(_rounded(offer.left_s))} on {nodes_and_batch(offer.candidate)}, "
             f"{duration(_rounded(new_start_s))} of it for the queue and a new start, instead of "

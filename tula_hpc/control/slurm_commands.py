@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from tula_hpc.config import ClusterSettings, PricingKind, Settings
 from tula_hpc.errors import SchedulerSilent
@@ -181,9 +182,12 @@ def read_billing(text: str) -> str:
     return "CPU=1" if found is None or found.group(1) == "(null)" else found.group(1)
 
 
-def bills_largest() -> bool:
-    """Whether a job is billed for the largest of its weighted resources instead of their sum."""
-    return "MAX_TRES" in site_config().get("PriorityFlags", "").upper().split(",")
+def billed() -> Literal["sum", "largest", "largest and gres"]:
+    """What of a job's weighted resources is billed, as `ServiceUnitPrice.billed`."""
+    flags = site_config().get("PriorityFlags", "").upper().split(",")
+    if "MAX_TRES_GRES" in flags:
+        return "largest and gres"
+    return "largest" if "MAX_TRES" in flags else "sum"
 
 
 def broken_hosts(hosts: Collection[str]) -> list[str]:

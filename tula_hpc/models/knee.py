@@ -67,7 +67,9 @@ def find_knee(rows: pd.DataFrame) -> tuple[int, dict[str, Any]]:
         index, rule = by_gain, "gain_per_doubling"
         gain = f"a doubling beyond saves less than {KNEE_GAIN:.0%} of it"
         if rows["global_batch"][index] == batches[-1]:
-            gain = f"no larger one is feasible, and each halving costs more than a doubling by {KNEE_GAIN:.0%} saves"
+            gain = "no larger one is in the grid and feasible"
+            if len(batches) > 1:
+                gain += f", and each halving costs more than a doubling by {KNEE_GAIN:.0%} saves"
         why = f"It is at the knee of training time over {span}: {gain}. {objection}."
     return index, {**record, "global_batch": int(rows["global_batch"][index]), "rule": rule, "why": why}
 
@@ -88,7 +90,8 @@ def _nearest(curve: pd.DataFrame, batch: float) -> int:
 def _kneedle_both(batches: Array, curve: pd.DataFrame) -> tuple[dict[str, float | None], str]:
     """Kneedle's knees on the log2 and on the linear axis, as global batches, and why they might not decide."""
     if len(batches) < MIN_KNEE_POINTS:
-        return dict.fromkeys(_AXES), f"{len(batches)} global batches are too few for Kneedle"
+        few = "one global batch is" if len(batches) == 1 else f"{len(batches)} global batches are"
+        return dict.fromkeys(_AXES), f"{few} too few for Kneedle"
     times = curve["train_time_s"].to_numpy(dtype=float)
     # Dominated batches stay on the curve as a plateau: they are feasible and belong to its range.
     held = np.searchsorted(curve["global_batch"].to_numpy(dtype=float), batches, side="right") - 1

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tula_hpc.errors import TulaError
-from tula_hpc.models.words import configuration, duration
+from tula_hpc.models.words import configuration, duration, three_digits
 
 SECONDS_PER_HOUR = 3600.0
 EXACTLY = 1e-9
@@ -75,7 +75,7 @@ class Limits:
         if name == "budget":
             if math.isnan(row["cost"]):
                 return f"its cost is not known, so {limit} cannot be promised"
-            return f"{currency}{_upper_end(one_row, 'cost').iloc[0]:.3g} ({end}) exceed {limit}"
+            return f"{currency}{three_digits(_upper_end(one_row, 'cost').iloc[0])} ({end}) exceed {limit}"
         wait_s = known_wait_s(one_row).iloc[0]
         waiting = f", {duration(wait_s)} of it in the queue" if wait_s > 0 else ""
         return f"{duration(promised_hours(one_row).iloc[0] * SECONDS_PER_HOUR)} ({end}{waiting}) exceed {limit}"

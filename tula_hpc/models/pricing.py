@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -130,20 +130,24 @@ class MemoryPrice(Price):
         return f"{self.price_per_gib_hour:g} per GiB of device memory used and hour, on every rank"
 
 
+Billed = Literal["sum", "largest", "largest and gres"]
+
+
 @dataclass(frozen=True)
 class ServiceUnitPrice(Price):
     """Service units as Slurm bills them: what a node of the job holds of each resource, times the resource's weight.
 
-    Slurm adds the products, or takes the largest of them under PriorityFlags=MAX_TRES. Every node of a job holds the
-    same, so a node-hour has a fixed number of units.
+    Slurm adds the products, or takes the largest of them under PriorityFlags=MAX_TRES, or adds those of generic
+    resources such as GPUs to the largest of the others under MAX_TRES_GRES. Every node of a job holds the same, so a
+    node-hour has a fixed number of units.
     """
 
     weights: Mapping[str, float]
     """Units an hour for one of each resource; from `read_billing_weights`."""
     held: Mapping[str, float]
     """What the job holds on each node, by the same names, memory in GiB; 0 for those that are missing."""
-    takes_largest: bool = False
-    """Whether only the resource with the most units counts."""
+    billed: Billed = "sum"
+    """Which of them count."""
 
     def __post_init__(self) -> None:
         if not self.units_per_node_hour > 0:
@@ -155,8 +159,11 @@ class ServiceUnitPrice(Price):
     @property
     def units_per_node_hour(self) -> float:
         """Service units of one node of the job for an hour."""
-        units = [weight * self.held.get(name, 0.0) for name, weight in self.weights.items()]
-        return max(units, default=0.0) if self.takes_largest else sum(units)
+        units = {name: weight * self.held.get(name, 0.0) for name, weight in self.weights.items()}
+        if self.billed == "sum":
+            return sum(units.values())
+        added = [name for name in units if self.billed == "largest and gres" and name.startswith("gres/")]
+        return sum(units.pop(name) for name in added) + max(units.values(), default=0.0)
 
     def cost(
         self, train_time_s: ArrayLike, num_nodes: ArrayLike, gpus_per_node: ArrayLike, memory_gib: ArrayLike
@@ -166,7 +173,9 @@ class ServiceUnitPrice(Price):
 
     def describe(self) -> str:
         """The scheme in words, with its price."""
-        how = "the largest of" if self.takes_largest else "the sum of"
+        how = {
+            "sum": "the sum of", "largest": "the largest of", "largest and gres": "GPUs and the largest else of"
+        }[self.billed]  # fmt: skip
         charged = {name: weight for name, weight in self.weights.items() if weight * self.held.get(name, 0.0) > 0}
         parts = ", ".join(
             f"{self.held[name]:g} {_UNIT_WORDS.get(name, name)} x {weight:g}" for name, weight in charged.items()

@@ -88,7 +88,7 @@ def next_round(
         return Round(sorted(wanted - set(measured) - set(lost) - set(running)))
     if running:
         return Round(why="waiting for the points that are being measured")
-    open_grid -= set(lost)
+    open_grid -= set(lost) | _hopeless(grid, measured, lost)
     first = first_points(open_grid) - set(measured)
     if first:
         return Round(sorted(first), why="the first points: enough to tell computation from synchronisation")
@@ -96,6 +96,19 @@ def next_round(
     if not unmeasured or decide is None:
         return Round(ended_by="exhausted", why="every candidate that can be measured is")
     return decide(unmeasured)
+
+
+def _hopeless(
+    grid: Collection[Candidate], measured: Collection[Candidate], lost: Collection[Candidate]
+) -> set[Candidate]:
+    """The candidates of types of node of which nothing was measured, and as many were lost as the first points are:
+    what ended these would end the others as well."""
+    hopeless = set()
+    for node_type in {c.node_type for c in grid} - {c.node_type for c in measured}:
+        of_type = {c for c in grid if c.node_type == node_type}
+        if len(of_type.intersection(lost)) >= len(_first_few(of_type)):
+            hopeless |= of_type
+    return hopeless
 
 
 def first_points(grid: Collection[Candidate]) -> set[Candidate]:

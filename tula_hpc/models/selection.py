@@ -27,10 +27,13 @@ from tula_hpc.models.pricing import Price
 from tula_hpc.models.queue_wait import Wait
 from tula_hpc.models.search import close_infeasible
 from tula_hpc.models.step_time import StepTimeFit, training_time_s
-from tula_hpc.models.words import configuration, duration
+from tula_hpc.models.words import configuration, duration, three_digits
 
 Array = NDArray[Any]
 
+TOO_OFTEN = 100.0
+"""Times as long as without interruptions, beyond which nobody would wait for a training."""
+INTERRUPTED = f"interrupted so often that it would take more than {TOO_OFTEN:g} times as long"
 MAX_TIE = 2.0
 """Intervals make a tie up to this multiple of the tolerance: that of an extrapolation would reach any candidate, and
 the choice should not lose more than a few percent to a smaller batch."""
@@ -175,7 +178,8 @@ def candidate_table(
     for end in ("", "_low", "_high"):
         steps = table[f"step_time{end}_s"].to_numpy()
         uninterrupted = training_time_s(steps, train_samples, epochs, batch)
-        table[f"train_time{end}_s"] = price.expected_time_s(uninterrupted, nodes)
+        expected = price.expected_time_s(uninterrupted, nodes)
+        table[f"train_time{end}_s"] = np.where(expected > TOO_OFTEN * uninterrupted, math.inf, expected)
         if not end:
             table["interruptions_s"] = table["train_time_s"] - uninterrupted
     table["memory_gib"] = np.nan
@@ -188,7 +192,7 @@ def candidate_table(
     table["why_infeasible"] = [
         _why_not_run(c, infeasible, close_infeasible(candidates, infeasible), train_samples)
         or _why_not_fit(c, float(seen), memory_fit, limit_gib, memory_fraction)
-        or ("" if math.isfinite(time_s) else "interrupted too often to get from one checkpoint to the next")
+        or ("" if math.isfinite(time_s) else INTERRUPTED)
         for c, seen, time_s in zip(candidates, table["measured_memory_gib"], table["train_time_s"], strict=True)
     ]
     table["feasible"] = table["why_infeasible"] == ""
@@ -354,7 +358,9 @@ def _reason(row: pd.Series, detail: str, objective: Objective, currency: str) ->
     low, high = duration(row["train_time_low_s"]), duration(row["train_time_high_s"])
     sentences[0] += f" (between {low} and {high}; validation and start-up come on top)"
     sentences[0] += (
-        f" at a cost of {currency}{row['cost']:.3g}." if math.isfinite(row["cost"]) else "; its cost is not known."
+        f" at a cost of {currency}{three_digits(row['cost'])}."
+        if math.isfinite(row["cost"])
+        else "; its cost is not known."
     )
     if row.get("interruptions_s", 0.0) > 0:
         sentences.append(f"Expected interruptions take {duration(row['interruptions_s'])} of that.")
@@ -385,7 +391,8 @@ def _smallest_cluster(rows: pd.DataFrame, chosen: int, tie_tolerance: float, cur
     return (
         f"{words} A deadline below {deadline_h:.4g} h would change the choice: objective.deadline_h="
         f"{typed(float(hours[left.index].max())):g}, and the wait in the queue if there is one, takes "
-        f"{configuration(other)}, up to {hours[index]:.3g} h at a cost of {currency}{other['cost']:.3g}."
+        f"{configuration(other)}, up to {three_digits(hours[index])} h at a cost of "
+        f"{currency}{three_digits(other['cost'])}."
     )
 
 
@@ -421,6 +428,22 @@ def _alternative(rows: pd.DataFrame, why: str, index: int) -> dict[str, Any]:
     return {"why": why, **_configuration_of(row), **_numbers(row)}
 
 
+def _way_out(reasons: set[str]) -> str:
+    """What to change where nothing is feasible."""
+    words = []
+    if INTERRUPTED in reasons:
+        words.append(
+            "Against interruptions take fewer nodes, save more often (pricing.checkpoint_interval_min) or start faster "
+            "(pricing.restart_min)."
+        )
+    if reasons - {INTERRUPTED}:
+        words.append(
+            "Add smaller batches per rank or other cluster sizes to the grid, use devices with more memory, or raise "
+            "the share of memory that may be used."
+        )
+    return " ".join(words)
+
+
 def _nothing_feasible(rows: pd.DataFrame) -> str:
     if rows.empty:
         return "the grid has no candidate; widen the bounds of the global batch or add nodes and batches to it"
@@ -429,7 +452,6 @@ def _nothing_feasible(rows: pd.DataFrame) -> str:
         [
             f"none of the {len(rows)} candidates is feasible:",
             *(f"  - {count} x {why}" for why, count in counts.items()),
-            "Add smaller batches per rank or other cluster sizes to the grid, use devices with more memory, or raise "
-            "the share of memory that may be used.",
+            _way_out(set(counts.index)),
         ]
     )

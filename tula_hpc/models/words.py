@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from tula_hpc.candidates import nodes_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def configuration(row: pd.Series) -> str:
@@ -18,5 +21,10 @@ def duration(seconds: float) -> str:
     """Seconds with three digits, in hours, minutes or seconds."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds)} s"
+
+
+def three_digits(value: float) -> str:
+    """Three digits, and all before the point: `0.0885`, `1.71`, `28,800`."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"

@@ -292,7 +292,8 @@ def _speedups(scale: Scale, folders: Folders) -> Findings:
                 "paper": published.SPEEDUP[model],
             }
         )
-        claims[f"speedup-{model}"] = f"{rows[-1]['speedup_of_fastest']:.2g}x"
+        speedup = float(f"{float(str(rows[-1]['speedup_of_fastest'])):.2g}")  # two digits
+        claims[f"speedup-{model}"] = f"{speedup:g}x"
     bars = [
         Series(words, list(range(len(rows))), [float(str(row[column])) for row in rows], "bars", colour)
         for colour, (words, column) in enumerate(
