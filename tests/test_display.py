@@ -10,6 +10,7 @@ from tula_hpc.control.journal import Attempt
 from tula_hpc.control.scheduler import Seen
 from tula_hpc.control.verdicts import QueueState, Verdict
 from tula_hpc.display import Display, duration
+from tula_hpc.models.words import three_digits
 
 ATTEMPT = Attempt("profile/n002-b00064", 1, "tag", 64, 2, job_id="42_0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import subprocess
@@ -13,13 +14,14 @@ import pytest
 
 from tests.benchmarks import accuracy_table
 from tests.benchmarks.claims import measured
+from tula_hpc.composition import compose
 from tula_hpc.errors import ConfigError
-from tula_hpc.paper import claims, drawing, timing
+from tula_hpc.paper import accuracy, claims, drawing, timing
 from tula_hpc.paper.command import RESULTS, markdown
 from tula_hpc.paper.findings import candidates
 from tula_hpc.paper.published import CLAIMS
 from tula_hpc.paper.running import Runs, name_of
-from tula_hpc.paper.scales import SCALES, SMALL, scale_of
+from tula_hpc.paper.scales import PAPER, SCALES, SMALL, Scale, scale_of
 from tula_hpc.runs import RunFolder, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +118,6 @@ def test_partial_search_knows_the_corners_only():
 def test_every_command_of_a_scale_is_one_that_composes(scale):
     """Their settings are known and pass, on a machine that has the data."""
     from tula_hpc.checks import check
-    from tula_hpc.composition import compose
 
     runs = {run for result in RESULTS.values() for run in result.runs(scale)}
     kinds = {
@@ -135,11 +136,46 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path):
         (["fig01", "--at-once=0"], "--at-once is '0'"),
         (["fig01", "controller=slurm"], "controller is slurm"),
         (["fig01", "--scale=smoke", "grid.max_node=2"], "no setting 'grid.max_node'"),
+        (["fig01", "--scale=smoke", "--plan", "grid.max_node=2"], "no setting 'grid.max_node'"),
+        (["fig02", "--scale=smoke", "training.lr=-1"], "training.lr is -1"),
+        (["fig02", "--scale=smoke", "method=ags"], "method: fig02 sets this itself"),
+        (["fig02", "--scale=smoke", "grid.max_batch_per_rank=8"], "grid.max_batch_per_rank: fig02 sets this itself"),
+        (["fig10", "--scale=smoke", "pricing=spot"], "pricing: fig10 sets this itself"),
+        (["cluster=local", "fig09"], "'cluster=local' stands where the result's name belongs"),
+        (["claims", "fig09"], "takes --scale and run_root=FOLDER, not 'fig09'"),
     ):
         answer = tula(tmp_path, "paper", *arguments)
         assert answer.returncode == 2, answer.stdout
         assert words in answer.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("scale", [SMALL, PAPER], ids=["small", "paper"])
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_row_has_its_global_batch_whatever_a_node_holds(scale: Scale, gpus: int):
+    """Nodes of four GPUs train with a quarter of the batch on each."""
+    at_hand = dataclasses.replace(scale, ranks_per_node=gpus)
+    for method in ("ags", "polo"):
+        run = at_hand.training("vgg11", 1024, method)
+        settings = compose([*run, "data=synthetic", "cluster=slurm", f"cluster.gpus_per_node={gpus}"])
+        assert {candidate.global_batch for candidate in settings.grid_candidates()} == {1024}
+
+
+def test_what_was_found_stays_when_all_runs_fail(tmp_path: Path):
+    """A repeat that finds nothing takes nothing away, and says why."""
+    kept = tmp_path / "runs" / "paper-smoke" / "fig04.csv"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("found before\n")
+    answer = tula(tmp_path, "paper", "fig04", "--scale=smoke", "cluster=local", "objective.budget=1e-12")
+    assert answer.returncode == 1
+    assert "no feasible configuration" in answer.stderr
+    assert kept.read_text() == "found before\n"
+
+
+def test_eigenvalues_of_a_training_that_diverged_are_unknown():
+    """There is no largest of them to measure the others by."""
+    assert all(math.isnan(value) for value in accuracy._of_largest([None, math.nan]))
+    assert accuracy._of_largest([1.0, None, -2.0])[::2] == [0.5, -1.0]
 
 
 def test_the_plan_is_commands_that_a_user_could_give(tmp_path: Path):

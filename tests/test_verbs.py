@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -484,3 +485,18 @@ def test_the_controllers_batch_script_quotes_what_it_names(
     assert "--account=physics" in options
     assert "--time=60" in options
     assert any("it's 100 %%/" in option and option.endswith("/%j_controller.out") for option in options)
+
+
+@pytest.mark.parametrize("record", ["fit.json", "selection.json", "plan.json"])
+def test_a_record_that_lacks_something_is_told_and_hides_no_other_run(tmp_path: Path, record: str):
+    """As of another version, or edited: `report` and `status` say so in one line, `list` in the run's row."""
+    root = tmp_path / "runs"
+    shutil.copytree(Path(__file__).parent / "data" / "h100x4-resnet50-synthetic", root / "whole")
+    shutil.copytree(root / "whole", root / "lacking")
+    (root / "lacking" / record).write_text('{"version": 1}')
+    code, text = tula(tmp_path, "list", f"run_root={root}")
+    assert code == 0, text
+    assert "whole" in text
+    assert "lacking" in text
+    for verb in ("report", "status"):
+        assert "Traceback" not in tula(tmp_path, verb, "lacking", f"run_root={root}")[1]

@@ -140,6 +140,22 @@ def check(settings: Settings) -> list[str]:
     return [problem for rule in further for problem in rule(settings)]
 
 
+_INT32 = 2**31 - 1
+_AT_MOST = {
+    "cluster.cpus_per_rank": 4096,
+    "data.loader_workers": 512,
+    "search.warmup_steps": 10**6,
+    "search.timed_steps": 10**6,
+    "search.compute_steps": 10**6,
+    "training.collective_timeout_s": 10**6,
+    "training.eval_batch_per_rank": _INT32,
+    "workload.num_classes": _INT32,
+    "workload.sequence_length": _INT32,
+    "workload.vocabulary": _INT32,
+}
+"""What is beyond is a slip of the hand, which only a job would tell: in words of its own, or by a host at its end."""
+
+
 def _check_signs(settings: Settings) -> list[str]:
     """What a number alone, or with the one above it, must be."""
     positive, not_negative = ({key: _value(settings, key) for key in keys} for keys in (_POSITIVE, _NOT_NEGATIVE))
@@ -152,6 +168,11 @@ def _check_signs(settings: Settings) -> list[str]:
         f"{key} is {value}; it must be 0 or greater and finite"
         for key, value in not_negative.items()
         if value is not None and not 0 <= value < math.inf
+    ]
+    problems += [
+        f"{key} is {value}; it must be at most {most:g}"
+        for key, most in _AT_MOST.items()
+        if (value := _value(settings, key)) is not None and most < value < math.inf
     ]
     for low, high in _RANGES:
         least, most = _value(settings, low), _value(settings, high)

@@ -143,8 +143,10 @@ Act = Callable[[Settings, list[str], Display], None]
 
 def _for_each_run(arguments: list[str], display: Display, act: Act) -> None:
     """Compose the settings and act on them; in a sweep on each, going on when one fails."""
-    if not any(a.lstrip("+").partition("=")[0] == "experiment" for a in arguments):
-        arguments = [*arguments, "+experiment=quickstart"]
+    if "--hydra-help" in arguments:  # Hydra composes nothing for it, and then looks for the groups of overrides
+        arguments = ["--hydra-help"]
+    elif not any(a.lstrip("+").partition("=")[0] == "experiment" for a in arguments):
+        arguments = ["+experiment=quickstart", *arguments]
     if is_plain(arguments):
         act(compose(arguments), _command(arguments), display)
         return

@@ -133,7 +133,16 @@ def run_root_in(arguments: list[str]) -> tuple[list[str], str]:
     rest = [a for a in arguments if not a.startswith("run_root=")]
     roots = [a.partition("=")[2] for a in arguments if a.startswith("run_root=")]
     root = roots[-1] if roots else Settings().run_root
-    return rest, root[1:-1] if len(root) > 1 and root[0] == root[-1] and root[0] in "'\"" else root
+    root = root[1:-1] if len(root) > 1 and root[0] == root[-1] and root[0] in "'\"" else root
+    if "${" in root:  # such as ${oc.env:SCRATCH}
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            root = str(OmegaConf.create({"run_root": root}).run_root)
+        except OmegaConfBaseException as error:
+            raise ConfigError([f"run_root is {root!r}: {str(error).splitlines()[0]}"]) from None
+    return rest, root
 
 
 def _culprit(message: str, overrides: list[str]) -> str | None:

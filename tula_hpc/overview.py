@@ -45,7 +45,10 @@ def overview(runs: list[RunFolder]) -> Table:
     for header in ("run", "stage", "controller", "nodes x batch a rank", "training takes", "cost", "method", "top-1"):
         table.add_column(header, overflow="fold")
     for run in runs:
-        summary = summarise(run)
+        try:
+            summary = summarise(run)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:  # one run is not to hide the others
+            summary = Summary(run.path.name, f"not readable: {error!r}", "")
         table.add_row(*(escape(getattr(summary, field)) for field in Summary.__dataclass_fields__))
     return table
 

@@ -188,7 +188,7 @@ def write_beside(
 def batch_ticks(axis: Axis, batches: Iterable[float], at_most: int = 8) -> None:
     """Ticks at batches that exist, thinned to what fits."""
     values = sorted({int(batch) for batch in batches})
-    stride = math.ceil(len(values) / at_most)
+    stride = max(1, math.ceil(len(values) / at_most))
     _set_ticks(axis, values[::stride], [str(value) for value in values[::stride]])
 
 

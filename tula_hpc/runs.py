@@ -238,11 +238,14 @@ class RunFolder:
         lines: list[dict[str, Any]] = []
         if not self.metrics.exists():
             return lines
-        for text in self.metrics.read_text(encoding="utf-8").splitlines():
+        for text in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 break
+            if not isinstance(line, dict):
+                break
+            lines.append(line)
         return lines
 
     def attempt(self, job: str, number: int) -> AttemptFolder:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tula_hpc.composition import run_root_in
 from tula_hpc.config import ClusterKind, read_plain_settings
 from tula_hpc.display import Display, accuracy_or_loss, candidates_table, duration
-from tula_hpc.errors import ConfigError, RunIsHeld, SchedulerSilent, TulaError
+from tula_hpc.errors import ConfigError, RecordError, RunIsHeld, SchedulerSilent, TulaError
 from tula_hpc.overview import overview, runs_below
 from tula_hpc.runs import AttemptFolder, RunFolder, find_run, read_json, write_text
 from tula_hpc.signatures import refuse_changed_code
@@ -416,13 +416,31 @@ def paper(arguments: list[str], display: Display) -> None:
     measure(arguments, display)
 
 
-VERBS: dict[str, Callable[[list[str], Display], None]] = {
+Verb = Callable[[list[str], Display], None]
+
+
+def _reading_records(verb: Verb) -> Verb:
+    """Records that were edited, or are of another version, may lack what is read of them: that is told in one line."""
+
+    def act(arguments: list[str], display: Display) -> None:
+        try:
+            verb(arguments, display)
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"{' '.join(arguments)}: a record of this run is not as this version writes it ({error!r}); was it "
+                "edited, or made by another version?"
+            ) from error
+
+    return act
+
+
+VERBS: dict[str, Verb] = {
     "list": list_runs,
-    "status": status,
+    "status": _reading_records(status),
     "attach": attach,
     "logs": logs,
     "cancel": cancel,
-    "report": report,
+    "report": _reading_records(report),
     "settings": show_settings,
     "paper": paper,
 }

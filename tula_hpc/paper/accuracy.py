@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -107,7 +109,7 @@ def _norms(scale: Scale, folders: Folders) -> Findings:
         thin = _thinned(steps)
         series.append(Series(f"batch {batch}", list(thin["samples"]), list(thin["gradient_norm"]), colour=colour))
     panels = [Panel("ResNet50", "samples", "gradient norm", series, y_scale="log")] if series else []
-    if len(early) > 1:
+    if len(early) > 1 and np.isfinite([early[min(early)], early[max(early)]]).all():
         small, large = min(early), max(early)
         claims["small-batch-norms"] = (
             f"{early[small] / early[large]:.2g}x as large (batch {small} against {large}, first {EARLY_SHARE:.0%})"
@@ -123,7 +125,9 @@ def _norms(scale: Scale, folders: Folders) -> Findings:
             Series("Hessian's largest eigenvalue", x, _of_largest(eigenvalue), colour=0),
             Series("gradient norm", x, _of_largest(norm), colour=1),
         ]))  # fmt: skip
-        claims["hessian"] = f"rank correlation {_rank_correlation(eigenvalue, norm):.2f} over {len(x)} epochs"
+        together = _rank_correlation(eigenvalue, norm)
+        if math.isfinite(together):
+            claims["hessian"] = f"rank correlation {together:.2f} over {len(x)} epochs"
         rows += [
             {"model": "VGG11", "epoch": e, "mean_norm": n, "hessian_eigenvalue": h}
             for e, n, h in zip(x, norm, eigenvalue, strict=True)
@@ -150,7 +154,8 @@ def _variability(scale: Scale, folders: Folders) -> Findings:
         delta = steps.groupby("epoch")["variability"].median().reindex(lines["epoch"])
         gain = lines["test_top1"].diff().abs()
         together = _rank_correlation(list(delta.iloc[1:]), list(gain.iloc[1:]))
-        words.append(f"{together:.2f} ({name})")
+        if math.isfinite(together):
+            words.append(f"{together:.2f} ({name})")
         for epoch, accuracy, median in zip(lines["epoch"], lines["test_top1"], delta, strict=True):
             rows.append({"model": name, "epoch": epoch, "test_top1": accuracy, "median_variability": median})
         panels.append(Panel(name, "epoch", "test accuracy (%), 100 x variability", [
@@ -168,8 +173,10 @@ def _thinned(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_largest(values: list[float]) -> list[float]:
-    largest = np.nanmax(np.abs(np.asarray(values, dtype=float)))
-    return [float(value / largest) for value in values]
+    numbers = np.asarray(values, dtype=float)
+    if not np.isfinite(numbers).any():  # of a training that diverged
+        return [math.nan] * len(values)
+    return list(numbers / np.nanmax(np.abs(numbers[np.isfinite(numbers)])))
 
 
 def _rank_correlation(one: list[float], other: list[float]) -> float:
@@ -333,11 +340,11 @@ def _table(scale: Scale, folders: Folders) -> Findings:
                             x_names=[str(batch) for batch in wide.index]))  # fmt: skip
     if rows:
         wide = table.pivot_table(index=["model", "global_batch"], columns="method", values="test_top1")
-        for key, method in (("", "ags_paper"), ("-default", "ags")):
-            if {"lbt", method} <= set(wide.columns):
-                gains = (wide[method] - wide["lbt"]).dropna()
-                claims[f"gain{key}"] = f"{gains.mean():.1f} points (top-1, {method}, {len(gains)} rows)"
-                claims[f"never-worse{key}"] = f"{int((gains >= 0).sum())} of {len(gains)} ({method})"
+        known = {m: (wide[m] - wide["lbt"]).dropna() for m in ("ags", "ags_paper") if {"lbt", m} <= set(wide.columns)}
+        gains = {method: of_method for method, of_method in known.items() if len(of_method)}
+        if gains:
+            claims["gain"] = "; ".join(f"{g.mean():.1f} points ({m}, {len(g)} rows)" for m, g in gains.items())
+            claims["never-worse"] = "; ".join(f"{int((g >= 0).sum())} of {len(g)} ({m})" for m, g in gains.items())
     return Findings(
         table,
         panels,

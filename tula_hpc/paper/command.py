@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
+from tula_hpc.checks import check
 from tula_hpc.composition import compose, run_root_in
 from tula_hpc.config import ControllerKind, Settings
 from tula_hpc.display import Display, count
@@ -18,9 +20,9 @@ from tula_hpc.paper import accuracy, claims, timing
 from tula_hpc.paper.findings import Findings, Result
 from tula_hpc.paper.published import CLAIMS
 from tula_hpc.paper.running import Runs, in_words
-from tula_hpc.paper.scales import SCALES, Scale, scale_of
+from tula_hpc.paper.scales import SCALES, Run, Scale, scale_of
 from tula_hpc.runs import write_json, write_text
-from tula_hpc.starting import shown
+from tula_hpc.starting import refuse_what_cannot_work, settled, shown
 
 RESULTS: dict[str, Result] = {result.name: result for result in (*timing.RESULTS, *accuracy.RESULTS)}
 AT_ONCE = 8
@@ -29,11 +31,15 @@ AT_ONCE = 8
 def paper(arguments: list[str], display: Display) -> None:
     """Measure one result of the paper, or list them all."""
     options, rest = _options(arguments)
-    if not rest or "=" in rest[0] or rest[0].startswith("-"):
+    if not rest:
         _list(display)
         return
     name, more = rest[0], rest[1:]
+    if "=" in name or name.startswith("-"):
+        raise ConfigError([f"{name!r} stands where the result's name belongs: {shown('paper')} NAME [key=value ...]"])
     if name == "claims":
+        if unknown := run_root_in(more)[0]:
+            raise ConfigError([f"{shown('paper', 'claims')} takes --scale and run_root=FOLDER, not {unknown[0]!r}"])
         _claims(options, more, display)
         return
     if name not in RESULTS:
@@ -43,7 +49,13 @@ def paper(arguments: list[str], display: Display) -> None:
     if not at_once.isdigit() or at_once == "0":
         raise ConfigError([f"--at-once is {at_once!r}; give how many commands may work at the same time, 1 or more"])
     result = RESULTS[name]
+    of_any = compose([*result.runs(scale)[0], *more])
+    scale = replace(scale, ranks_per_node=of_any.cluster.ranks_per_node)
     runs = list(dict.fromkeys(result.runs(scale)))
+    _refuse_what_it_varies(name, scale, runs, more)
+    alike = {tuple(a for a in run if not a.startswith(_DIFFER_IN)): run for run in runs}
+    all_settings = [compose([*run, *more]) for run in alike.values()]
+    _refuse_what_cannot_work(all_settings[0])
     display.say(f"{result.title}; --scale {scale.name}: {scale.words}")
     if "plan" in options:
         for run in runs:
@@ -52,17 +64,49 @@ def paper(arguments: list[str], display: Display) -> None:
         return
     folder = _folder(scale, more)
     with _queued_again_in_time(display):
-        for run in {run[0]: run for run in runs}.values():  # a mistake in `more` is told before anything is submitted
-            _refuse_what_cannot_work(compose([*run, *more]))
+        _refuse_mistakes(all_settings, display)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folders, failures = Runs(folder / "logs" / name, int(at_once), display.say).finish(runs, more)
-    write(result, scale, result.find(scale, folders), folder, display)
+    if folders:  # else what an earlier command has written stays
+        write(result, scale, result.find(scale, folders), folder, display)
     if failures:
         lines = "\n".join(f"  {in_words(run)}: {why}" for run, why in failures.items())
         raise TulaError(
             f"{count(len(failures), 'run')} of {len(runs)} did not end well, and {name} lacks them:\n{lines}\n"
             "The same command tries them again."
         )
+
+
+_DIFFER_IN = ("grid.", "training.seed=", "method.static_scale=")
+"""Runs that differ in nothing else have the same mistakes."""
+
+
+def _refuse_what_it_varies(name: str, scale: Scale, runs: Sequence[Run], more: Sequence[str]) -> None:
+    """A setting for all runs that some of them are told apart by, or that makes a row what it says: it would win."""
+    bases = [*scale.profiled.values(), *scale.trained.values()]
+    own = {"until"}
+    for run in runs:
+        base = max((base for base in bases if run[: len(base)] == base), key=len, default=())
+        own |= {_key(argument) for argument in run[len(base) :]}
+    if clash := sorted(own & {_key(argument) for argument in more}):
+        what = ", ".join(clash)
+        raise ConfigError([f"{what}: {name} sets this itself, so that its rows are what they say; leave it out"])
+
+
+def _key(argument: str) -> str:
+    return argument.lstrip("+~").partition("=")[0]
+
+
+def _refuse_mistakes(all_settings: Sequence[Settings], display: Display) -> None:
+    """What would end every run is told once, before the first begins."""
+    first = settled(all_settings[0], display)
+    refuse_what_cannot_work(first)
+    problems: dict[str, None] = {}
+    for settings in all_settings[1:]:
+        cluster = replace(settings.cluster, kind=first.cluster.kind)
+        problems |= dict.fromkeys(check(replace(settings, cluster=cluster)))
+    if problems:
+        raise ConfigError(list(problems))
 
 
 def _refuse_what_cannot_work(settings: Settings) -> None:
@@ -89,7 +133,8 @@ def write(result: Result, scale: Scale, findings: Findings, folder: Path, displa
     text = _page(result, scale, findings)
     write_text(place.with_suffix(".md"), text)
     display.say(text)
-    display.say(f"written: {place}.md, .csv, .json, .png, .pdf")
+    pictures = ", .png, .pdf" if findings.panels else ""
+    display.say(f"written: {place}.md, .csv, .json{pictures}")
 
 
 def _page(result: Result, scale: Scale, findings: Findings) -> str:

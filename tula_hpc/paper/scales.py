@@ -43,6 +43,8 @@ class Scale:
     static_scales: tuple[int, ...]
     curvature_samples: int
     """Samples that the Hessian's eigenvalue is computed on (Fig. 5)."""
+    ranks_per_node: int = 1
+    """Of the cluster at hand: the batch of a rank follows from it."""
 
     def profile(self, model: str, *more: str) -> Run:
         """Times and memory of the model's whole grid, to the choice."""
@@ -51,7 +53,7 @@ class Scale:
     def training(self, model: str, global_batch: int, method: str = "lbt", seed: int = 0, *more: str) -> Run:
         """One training at a global batch, with a line for each step's gradient."""
         nodes = self.local_nodes if method == "polo" else self.nodes
-        each = max(1, global_batch // nodes)
+        each = max(1, global_batch // (nodes * self.ranks_per_node))
         return (
             *self.trained[model],
             f"method={method}",

@@ -11,6 +11,8 @@ import pandas as pd
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import read_settings
 from tula_hpc.control.choosing import chosen_fit, fitted, predicted
+from tula_hpc.display import count
+from tula_hpc.models.knee import find_knee
 from tula_hpc.models.search import SearchMode, next_round
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.paper import published
@@ -96,7 +98,8 @@ def against_nodes(model: str, table: pd.DataFrame, few: int, many: int) -> dict[
     if model == "resnet50" and len(by_rank):
         at = 32 if 32 in by_rank.index else by_rank.index[0]
         saved = 1 - by_rank.loc[at, many] / by_rank.loc[at, few]
-        claims["weak-scaling"] = f"{100 * saved:.0f} % less time ({few} to {many} nodes, {at:g} a rank)"
+        words = f"{abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'} time"
+        claims["weak-scaling"] = f"{words} ({few} to {many} nodes, {at:g} a rank)"
     return claims
 
 
@@ -154,12 +157,13 @@ def _predictions(scale: Scale, folders: Folders) -> Findings:
         series = [Series("measured", batch, list(table["measured_s"]), colour=0)]
         for colour, search in ((1, "full"), (2, "partial")):
             series.append(Series(f"{search} search", batch, list(table[f"{search}_s"]), "broken", colour))
-        knee, chosen = read_json(folder.selection)["knee"]["global_batch"], read_json(folder.selection)["global_batch"]
+        knee = find_knee(measured.assign(train_time_s=measured["train_s"]).reset_index(drop=True))[1]["global_batch"]
+        chosen = read_json(folder.selection)["global_batch"]
         marks = [(float(knee), "knee")] if knee in batch else []
         panels.append(Panel(f"{name}, {largest} nodes", "global batch", "training time", series, "batch", "seconds",
                             marks=marks))  # fmt: skip
         tables.append(table.assign(knee=knee, chosen=chosen, paper_knee=published.KNEE[model]))
-        claims[f"knee-{model}"] = f"{knee:g} ({largest} nodes)"
+        claims[f"knee-{model}"] = f"{knee:g} ({count(largest, 'node')})"
     return Findings(
         _joined(tables),
         panels,
@@ -167,8 +171,8 @@ def _predictions(scale: Scale, folders: Folders) -> Findings:
         [
             "Measured is the step time measured by full search times the steps of the training; predictions are the "
             "fitted form's own, without what is measured nearby.",
-            "The knee here is over all clusters: the batch from which a doubling saves less than a tenth (rule in "
-            "selection.json).",
+            "The knee is that of the measured times above: the batch from which a doubling saves less than a tenth, or "
+            "Kneedle's where both agree. What is chosen is the knee over all clusters (rule in selection.json).",
         ],
     )
 
@@ -241,10 +245,11 @@ def _errors(scale: Scale, folders: Folders) -> Findings:
     }
     panels = []
     for key, what in named.items():
-        medians = table[table["what"] == what]
+        medians = table[(table["what"] == what) & table["median_percent"].notna()]
         if len(medians):
             low, high = medians["median_percent"].min(), medians["median_percent"].max()
-            claims[key] = f"{low:.2g} to {high:.2g} %" if len(medians) > 1 else f"{low:.2g} %"
+            ends = dict.fromkeys(f"{end:.2g}" for end in (low, high))
+            claims[key] = f"{' to '.join(ends)} %"
             bars = [
                 Series(words, list(range(len(medians))), list(medians[f"{words}_percent"]), "bars", colour)
                 for colour, words in enumerate(("median", "p90"))
