@@ -96,10 +96,11 @@ def test_each_group_has_its_own_rate_and_can_be_left_alone():
     assert alone.detach() == pytest.approx(0.5)
 
 
-def test_a_gradient_enters_the_momentum_as_it_is_at_rate_zero():
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_gradient_enters_the_momentum_as_it_is_at_rate_zero(lr: Any):
     """No step is no short step: a warm-up from 0 would begin with gradients that are lengthened tenfold."""
     weight = nn.Parameter(torch.ones(3, 3))
-    optimizer = bounded([weight], lr=0.0, momentum=0.9)
+    optimizer = bounded([weight], lr=lr, momentum=0.9)
     weight.grad = torch.ones(3, 3)
     optimizer.step()
     assert optimizer.state[weight]["momentum_buffer"] == pytest.approx(1.0)

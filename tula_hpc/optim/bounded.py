@@ -46,7 +46,8 @@ TINY = 1e-12
 
 class BoundedOptimizer(WrappedOptimizer):
     """An SGD that steps with bounded gradients. Parameter groups with `ags=False` are left as they are and do not
-    count, nor do those whose `lr` is the number 0, as a warm-up may begin: there is no step to bound.
+    count, nor do those whose `lr` is the number 0, as a warm-up may begin: there is no step to bound. An
+    `lr` that is a tensor of 0 leaves gradients as they are as well.
 
     `step()` multiplies `.grad` in place and never waits for the device. It keeps nothing from one step to the next, so
     all ranks of DDP, which have the same gradients, take the same step. Gradients must not be multiplied by a loss
@@ -126,6 +127,8 @@ class BoundedOptimizer(WrappedOptimizer):
             lengths = steps.split([len(members) for members, _ in groups])
             steps = torch.cat([length * lr for length, lr in zip(lengths, rates, strict=True)])
         self._scales, self._sizes = self._scales_of(weights, steps, layout.near_zero), layout.sizes
+        if any(isinstance(lr, Tensor) for lr in rates):  # a rate of 0, which nobody may look at, bounds nothing either
+            self._scales = torch.where(steps > 0, self._scales, gradients.constant(1.0, steps.device))
         # On many tensors at once torch has a kernel for a number that all share, and none for a number each: given a
         # list, it copies the numbers one by one as well.
         each = self._scales.unbind()
