@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ from tula_hpc.runs import RunFolder, read_json, write_json
 
 Make = Callable[..., Settings]
 ALONE, CPU = Rank(0, 1, 0, "test", "test"), torch.device("cpu")
+
+
+class Named(NamedTuple):
+    image: Tensor
+    mask: Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +163,17 @@ def test_synthetic_data_is_loaded_once_for_all_profiled_steps(
     write_json(attempt.launch, {"launch": ALONE.launch})
     profile(settings, candidate, ALONE, attempt, CPU, 1, Heartbeat(None))
     assert len(read) == 2 * 32
+
+
+def test_a_batch_without_counted_targets_leaves_the_mean_as_it_is():
+    """Its loss is a mean over nothing."""
+    outputs, targets = torch.zeros(1, 3, 4), torch.full((1, 4), -100)
+    loss = torch.nn.functional.cross_entropy(outputs, targets)
+    assert batches.tally(outputs, targets, loss, (1,)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_named_tuples_stay_what_they_are():
+    """A model may read the parts of its inputs by name."""
+    moved = batches.to_device(Named(torch.ones(2), torch.zeros(2)), torch.device("cpu"))
+    assert isinstance(moved, Named)
+    assert moved.mask.tolist() == [0.0, 0.0]

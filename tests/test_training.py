@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from torch.utils.data import Dataset
 from tula_hpc.candidates import Candidate
 from tula_hpc.checks import check
 from tula_hpc.config import Settings
+from tula_hpc.errors import TulaError
 from tula_hpc.optim.bounded import BoundedOptimizer
 from tula_hpc.ranks import checkpoints, pace, training, workloads
 from tula_hpc.ranks.launch import Rank
@@ -23,6 +27,7 @@ from tula_hpc.ranks.training import RemainingSampler, train
 from tula_hpc.runs import RunFolder, read_json
 
 ALONE = Rank(0, 1, 0, "test", "test")
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 
@@ -335,8 +340,48 @@ def test_checkpoints_do_not_run_code(tmp_path: Path):
             return (open, (str(tmp_path / "harm"), "w"))  # type: ignore[return-value]
 
     torch.save({"model": Harmful()}, tmp_path / "samples-00000000000001.pt")
-    assert checkpoints.load_latest(tmp_path) is None
+    with pytest.raises(TulaError, match="none of the 1 checkpoints"):  # and the training does not begin anew
+        checkpoints.load_latest(tmp_path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path):
+    """A model whose extra state is no plain value would lose its training; profiling meets it as well."""
+    with pytest.raises(TulaError, match=r"\(datetime\.timedelta\)"):
+        checkpoints.save(tmp_path, 10, {"model": {"weight": torch.ones(2), "_extra_state": timedelta(1)}})
+    assert not checkpoints.all_of(tmp_path)
+
+
+def test_a_checkpoint_is_kept_beside_later_ones_that_could_not_be_read(tmp_path: Path):
+    """They are put aside, and do not push out what the training goes on to write."""
+    later = [checkpoints.save(tmp_path, samples, {"epoch": samples}) for samples in (20, 30)]
+    for each in later:
+        each.write_bytes(b"torn")
+    checkpoints.save(tmp_path, 10, {"epoch": 10})
+    assert checkpoints.load_latest(tmp_path) == {"epoch": 10}
+
+
+def test_a_lack_of_memory_says_nothing_about_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is raised, to be taken for what it is."""
+    checkpoints.save(tmp_path, 10, {"epoch": 1})
+
+    def lacks_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", lacks_memory)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        checkpoints.load_latest(tmp_path)
+
+
+def test_a_full_disk_is_told_in_its_own_words(tmp_path: Path):
+    """And not in those of the writer that covers them; the limit on a file's size stands for the disk."""
+    code = (
+        "import resource, signal, sys, torch; from pathlib import Path; from tula_hpc.ranks import checkpoints;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000));"
+        "checkpoints.save(Path(sys.argv[1]), 1, {'weights': torch.ones(100_000)})"
+    )
+    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert told.stderr.splitlines()[-1].startswith("OSError: [Errno 27] File too large")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):

@@ -122,6 +122,13 @@ def test_a_failure_without_words_shows_the_end_of_its_log():
     assert "module: command not found" in reason
 
 
+def killed_worker() -> RuntimeError:
+    """As torch tells it to a rank that waits for data."""
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -137,6 +144,7 @@ def test_a_failure_without_words_shows_the_end_of_its_log():
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:2"), "lost"),
         (ValueError("connection reset"), "error"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "host_oom"),
+        (killed_worker(), "host_oom"),
         (ValueError("shapes do not match"), "error"),
     ],
 )

@@ -31,7 +31,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = {key: to_device(value, device) for key, value in batch.items()}
         return moved if isinstance(batch, dict) else type(batch)(moved)  # type: ignore[call-arg]
     if isinstance(batch, (tuple, list)):
-        return [to_device(value, device) for value in batch]
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts
     return batch
 
 
@@ -101,7 +102,8 @@ def tally(outputs: Any, targets: Any, loss: Tensor, top: tuple[int, ...]) -> Ten
     else:
         count = torch.full_like(loss, batch_size(targets), dtype=torch.float64)
         hits = [torch.full_like(count, torch.nan)] * len(top)
-    return torch.stack([loss.detach().double() * count, *(x.double() for x in (count, *hits))])
+    weighed = torch.where(count > 0, loss.detach().double() * count, 0.0)  # a mean over no target is NaN
+    return torch.stack([weighed, *(x.double() for x in (count, *hits))])
 
 
 def _are_classes(targets: Any) -> bool:

@@ -129,6 +129,8 @@ def _end_with_parent(parent: int) -> None:
 def classify(error: BaseException) -> str:
     """`cuda_oom`, `host_oom`, `waited` or `lost` (for another rank), or `error`, by type and then by text."""
     text = str(error)
+    if error.__cause__ is not None and "DataLoader worker" in text:  # which signal ended the worker stands there
+        text += f"; {error.__cause__}"
     if type(error).__name__ == "OutOfMemoryError" or _DEVICE_MEMORY.search(text):
         return "cuda_oom"
     if isinstance(error, MemoryError) or _HOST_MEMORY.search(text):

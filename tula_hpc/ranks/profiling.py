@@ -25,6 +25,7 @@ from tula_hpc.errors import TulaError
 from tula_hpc.optim.ags import TulaOptimizer
 from tula_hpc.optim.post_local_sgd import PostLocalSGD
 from tula_hpc.optim.reference import batch_size
+from tula_hpc.ranks import checkpoints
 from tula_hpc.ranks.batches import forward, num_bytes, to_device
 from tula_hpc.ranks.clock import Clock
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
@@ -248,8 +249,10 @@ def _step_at_the_end_of_an_epoch(settings: Settings, bench: Bench, me: Rank, tes
     evaluate(settings, bench.model, bench.loss_fn, one_batch_each, eval_batch, me, bench.device)
     bench.model.train()
     if me.is_first:
+        state = [inner_module(bench.model).state_dict(), bench.optimizer.state_dict()]
+        checkpoints.refuse_unreadable(state)
         with open(os.devnull, "wb") as nowhere:
-            torch.save([inner_module(bench.model).state_dict(), bench.optimizer.state_dict()], nowhere)
+            torch.save(state, nowhere)
     return activation_bytes
 
 

@@ -151,7 +151,8 @@ def train(
         epoch_began = timed_since = waiting_since = time.monotonic()
         steps = 0
         data_wait_s = 0.0
-        lr = methods.learning_rate(settings, candidate.global_batch, epoch + samples_in_epoch / num_samples)
+        last_began = min(samples_in_epoch, num_samples - 1) // candidate.global_batch * candidate.global_batch
+        lr = methods.learning_rate(settings, candidate.global_batch, epoch + last_began / num_samples)
         if not local:  # steps without synchronisation are not what was predicted
             pace.begin()
         for inputs, targets in loader:
