@@ -71,7 +71,7 @@ def summarise(run: RunFolder) -> Summary:
         controller,
         _configuration(selection) if selection else "",
         duration(predicted["train_time_s"]) if predicted else "",
-        f"{selection['currency']}{three_digits(predicted['cost'])}" if predicted else "",
+        f"{selection['currency']}{three_digits(predicted['cost'])}" if predicted.get("cost") is not None else "",
         trained.get("method", ""),
         "" if accuracy is None else f"{accuracy:.2f} %",
     )

@@ -12,10 +12,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from tula_hpc.config import ClusterSettings, PricingKind, Settings
 from tula_hpc.errors import SchedulerSilent
+
+if TYPE_CHECKING:  # it loads numpy
+    from tula_hpc.models.pricing import Billed
 
 COMMAND_TIMEOUT_S = 60.0
 CONFIG_RETRY_S = 60.0
@@ -182,8 +185,8 @@ def read_billing(text: str) -> str:
     return "CPU=1" if found is None or found.group(1) == "(null)" else found.group(1)
 
 
-def billed() -> Literal["sum", "largest", "largest and gres"]:
-    """What of a job's weighted resources is billed, as `ServiceUnitPrice.billed`."""
+def billed() -> Billed:
+    """What of a job's weighted resources is billed."""
     flags = site_config().get("PriorityFlags", "").upper().split(",")
     if "MAX_TRES_GRES" in flags:
         return "largest and gres"

@@ -55,7 +55,7 @@ def paper(arguments: list[str], display: Display) -> None:
     _refuse_what_it_varies(name, scale, runs, more)
     alike = {tuple(a for a in run if not a.startswith(_DIFFER_IN)): run for run in runs}
     all_settings = [compose([*run, *more]) for run in alike.values()]
-    _refuse_what_cannot_work(all_settings[0])
+    _refuse_what_is_for_one_run(all_settings[0])
     display.say(f"{result.title}; --scale {scale.name}: {scale.words}")
     if "plan" in options:
         for run in runs:
@@ -109,7 +109,7 @@ def _refuse_mistakes(all_settings: Sequence[Settings], display: Display) -> None
         raise ConfigError(list(problems))
 
 
-def _refuse_what_cannot_work(settings: Settings) -> None:
+def _refuse_what_is_for_one_run(settings: Settings) -> None:
     """Settings that are fine for a run by itself, and not for one of several that are watched to their end."""
     if settings.cluster.node_types:
         raise ConfigError(["cluster.node_types is set, but the paper's results are of one type of node; leave it out"])
