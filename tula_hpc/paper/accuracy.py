@@ -191,9 +191,9 @@ def _rank_correlation(one: list[float], other: list[float]) -> float:
 def _static(scale: Scale, model: str, factor: int, delta: float) -> Run:
     """Static scaling by a factor; a factor of 1 is plain training."""
     if factor == 1:
-        return scale.training(model, scale.static_batch)
+        return scale.training(model, scale.static_batches[model])
     more = (f"method.static_scale={factor}", f"method.delta_threshold={delta}")
-    return scale.training(model, scale.static_batch, "static", 0, *more)
+    return scale.training(model, scale.static_batches[model], "static", 0, *more)
 
 
 _FIG7 = (("resnet50", 0.5), ("alexnet", 0.5))
@@ -221,13 +221,19 @@ def _static_table(
             rows.append({"model": name, "delta": delta, "s": s, **_means(pd.DataFrame([result(run)])),
                          "scaled_steps_percent": 100 * scaled})  # fmt: skip
             series.append(Series(f"s = {s}", list(lines["epoch"]), list(lines["test_top1"]), colour=colour))
-        panels.append(Panel(f"{name}, threshold {delta:g}", "epoch", "test accuracy (%)", series))
+        title = f"{name} at {scale.static_batches[model]}, threshold {delta:g}"
+        panels.append(Panel(title, "epoch", "test accuracy (%)", series))
     return pd.DataFrame(rows), panels
 
 
 def _scaling_runs(scale: Scale) -> list[Run]:
-    adaptive = [scale.training(model, scale.static_batch, method) for model, _ in _FIG7 for method in _ADAPTIVE]
+    adaptive = [_adaptive(scale, model, method) for model, _ in _FIG7 for method in _ADAPTIVE]
     return [*_static_runs(scale, _FIG7), *adaptive]
+
+
+def _adaptive(scale: Scale, model: str, method: str) -> Run:
+    """A method that measures its scales, at the batch of the static ones."""
+    return scale.training(model, scale.static_batches[model], method)
 
 
 def _static_scaling(scale: Scale, folders: Folders) -> Findings:
@@ -237,8 +243,9 @@ def _static_scaling(scale: Scale, folders: Folders) -> Findings:
         rows = _of(table, model)
         plain, scaled = rows[rows["s"] == 1], rows[rows["s"] > 1]
         if len(plain) and len(scaled):
-            better = int((scaled["test_top1"] > plain["test_top1"].iloc[0]).sum())
-            claims[f"static-{model}"] = f"{better} of {len(scaled)}"
+            better = scaled["s"][scaled["test_top1"] > plain["test_top1"].iloc[0]]
+            which = f": s = {', '.join(map(str, better))}" if len(better) else ""
+            claims[f"static-{model}"] = f"{len(better)} of {len(scaled)}{which}"
         panels += [of_model, _shares_scaled(published.MODELS[model], scaled), _densities(scale, folders, model)]
     return Findings(
         table,
@@ -262,7 +269,7 @@ def _densities(scale: Scale, folders: Folders, model: str) -> Panel:
     """How often which scale was applied, of the methods that measure it."""
     series = []
     for colour, method in enumerate(_ADAPTIVE):
-        run = folders.get(scale.training(model, scale.static_batch, method))
+        run = folders.get(_adaptive(scale, model, method))
         if run is not None:
             scales = gradients(run)["scale"]
             places, density = _density(np.log2(scales[np.isfinite(scales) & (scales > 0)]))
@@ -295,10 +302,12 @@ def _thresholds(scale: Scale, folders: Folders) -> Findings:
     vgg = _of(table, "vgg11")
     vgg = vgg[vgg["s"] > 1].sort_values("s")
     if len(vgg) > 1:
-        below = vgg["test_top1"].iloc[:-1].mean() - vgg["test_top1"].iloc[-1]
+        largest, others = vgg.iloc[-1], vgg.iloc[:-1]
+        ends, factors = others["test_top1"], ", ".join(map(str, others["s"]))
+        below = ends.mean() - largest["test_top1"]
         claims["delta-vgg11"] = (
-            f"s = {vgg['s'].iloc[-1]} ends {abs(below):.1f} points {'below' if below > 0 else 'above'} the mean of the "
-            "others"
+            f"s = {factors} end {ends.max() - ends.min():.1f} points apart, s = {largest['s']} {abs(below):.1f} points "
+            f"{'below' if below > 0 else 'above'} their mean"
         )
     return Findings(table, panels, claims)
 

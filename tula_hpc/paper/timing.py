@@ -61,7 +61,8 @@ def _epoch_times(scale: Scale, folders: Folders) -> Findings:
         series = []
         for colour, nodes in enumerate(sizes):
             rows = table[table["num_nodes"] == nodes].sort_values("global_batch")
-            series.append(Series(f"{nodes} nodes", list(rows["global_batch"]), list(rows["epoch_s"]), colour=colour))
+            cluster = count(nodes, "node")
+            series.append(Series(cluster, list(rows["global_batch"]), list(rows["epoch_s"]), colour=colour))
         panels.append(Panel(name, "global batch", "epoch time", series, "batch", "seconds"))
         columns = ["num_nodes", "batch_per_rank", "global_batch", "epoch_s", "measured_step_time_s"]
         tables.append(table[columns].assign(model=name))
@@ -160,10 +161,11 @@ def _predictions(scale: Scale, folders: Folders) -> Findings:
         knee = find_knee(measured.assign(train_time_s=measured["train_s"]).reset_index(drop=True))[1]["global_batch"]
         chosen = read_json(folder.selection)["global_batch"]
         marks = [(float(knee), "knee")] if knee in batch else []
-        panels.append(Panel(f"{name}, {largest} nodes", "global batch", "training time", series, "batch", "seconds",
+        cluster = count(largest, "node")
+        panels.append(Panel(f"{name}, {cluster}", "global batch", "training time", series, "batch", "seconds",
                             marks=marks))  # fmt: skip
         tables.append(table.assign(knee=knee, chosen=chosen, paper_knee=published.KNEE[model]))
-        claims[f"knee-{model}"] = f"{knee:g} ({count(largest, 'node')})"
+        claims[f"knee-{model}"] = f"{knee:g} ({cluster})"
     return Findings(
         _joined(tables),
         panels,
@@ -206,7 +208,8 @@ def _memory_prices(scale: Scale, folders: Folders) -> Findings:
         series = []
         for colour, nodes in enumerate(sorted(table["num_nodes"].unique())):
             rows = table[table["num_nodes"] == nodes].sort_values("global_batch")
-            series.append(Series(f"{nodes:g} nodes", list(rows["global_batch"]), list(rows["cost"]), colour=colour))
+            cluster = count(nodes, "node")
+            series.append(Series(cluster, list(rows["global_batch"]), list(rows["cost"]), colour=colour))
         panels.append(Panel(name, "global batch", "cost ($)", series, "batch", "log"))
         chosen = read_json(folder.selection)["global_batch"]
         columns = ["num_nodes", "batch_per_rank", "global_batch", "cost", "memory_gib"]
