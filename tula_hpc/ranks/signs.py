@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -86,6 +88,26 @@ class EarlyWarning:
         number, after_s = self._received
         limit = "" if self.time_limit_min is None else f" of {60 * self.time_limit_min:.0f} s"
         return f"{signal.Signals(number).name} came {after_s:.0f} s after the start{limit}"
+
+
+def leave_signals_to_the_rank(worker: int) -> None:
+    """Let one of a rank's loader processes go on when its job is told to end.
+
+    Slurm sends SIGTERM to every process of a preempted or cancelled job. The rank takes note and saves between two
+    steps, where the end of a loader process would reach it as an exception, even in the midst of the saving. A SIGTERM
+    of the rank's own still ends the process: that is how Python ends those that are left at its exit.
+    """
+    told, rank = (signal.SIGUSR2, signal.SIGTERM), os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    for number in told:  # in threads that libraries have started before
+        signal.signal(number, signal.SIG_IGN)
+
+    def heed_the_rank() -> None:
+        while signal.sigwaitinfo(told).si_pid != rank:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=heed_the_rank, daemon=True).start()
 
 
 class Heartbeat:

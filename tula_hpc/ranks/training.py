@@ -32,7 +32,7 @@ from tula_hpc.ranks.gradient_trace import GradientTrace
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.optimizers import build_averaging, build_optimizer
 from tula_hpc.ranks.pace import Pace
-from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp, leave_signals_to_the_rank
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model, fixed_batch
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 
@@ -262,7 +262,12 @@ def _now(device: torch.device) -> float:
 
 def loader_options(settings: Settings, device: torch.device) -> dict[str, Any]:
     workers = settings.data.loader_workers
-    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
+    return {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "pin_memory": device.type == "cuda",
+        "worker_init_fn": leave_signals_to_the_rank,
+    }
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
