@@ -149,24 +149,27 @@ def test_ags_lets_running_averages_follow_as_many_samples(
     assert norm.momentum == pytest.approx(momentum)
 
 
+@pytest.mark.parametrize("looks", [8, 8 + 4, 8 + 4 + 2], ids=["last step", "evaluation", "curvature"])
 def test_stopping_after_an_epochs_last_step_leaves_no_false_numbers(
-    tiny_settings: Callable[..., Settings], tmp_path: Path
+    tiny_settings: Callable[..., Settings], tmp_path: Path, looks: int
 ):
     """A resume that finds its epoch finished evaluates it, and says that it does not know the training loss."""
-    settings = tiny_settings("method=lbt", "training.warmup_epochs=0")
+    overrides = ("training.warmup_epochs=0", "data.test_samples=128", "training.curvature_samples=64")
+    settings = tiny_settings("method=ags", *overrides)
     run = RunFolder(tmp_path / "run")
-    with pytest.raises(TimeIsUp):
-        train(
-            settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(8), Heartbeat(None)
-        )  # 256 samples: the last step of epoch 1
+    with pytest.raises(TimeIsUp):  # 256 samples are eight steps
+        train(settings, Candidate(1, 32), ALONE, run, CPU, AfterSteps(looks), Heartbeat(None))
+    assert not run.metrics.exists()
     before = checkpoints.load_latest(run.checkpoints)
     assert before is not None
     train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
     first, second = run.read_metrics()
     assert (first["epoch"], first["train_loss"], first["step_time_s"]) == (1, None, None)
     assert first["train_s"] > before["epoch_s"]  # what the epoch took before it was stopped counts
+    assert "mean_scale" not in first
     assert first["test_top1"] > 0
-    assert first["lr"] == settings.training.lr
+    assert first["hessian_eigenvalue"] > 0
+    assert first["lr"] == first["base_lr"] > 0
     assert second["train_loss"] > 0
 
 

@@ -157,13 +157,14 @@ class BoundedOptimizer(WrappedOptimizer):
         return torch.dot(self._scales, self._sizes) / self._sizes.sum()
 
     def statistics(self) -> dict[str, float]:
-        """Numbers for a log, of the last step. The only method that waits for the device.
+        """Numbers for a log, of the last step; none before the first one whose rate is not 0. The only method that
+        waits for the device.
 
         `mean_scale` as above, left out if it is not finite; `raised_fraction` and `lowered_fraction` are the shares of
         tensors whose gradients were lengthened and shortened.
         """
         if self._scales is None:
-            return {"mean_scale": 1.0, "raised_fraction": 0.0, "lowered_fraction": 0.0}
+            return {}
         shares = {"raised_fraction": self._scales > 1, "lowered_fraction": self._scales < 1}
         values = {"mean_scale": float(self.mean_scale)} | {k: float(v.float().mean()) for k, v in shares.items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}

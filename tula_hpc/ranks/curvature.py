@@ -32,6 +32,7 @@ def largest_eigenvalue(
     tolerance: float = 0.01,
     samples_at_once: int | None = None,
     seed: int = 0,
+    on_product: Callable[[], None] = lambda: None,
 ) -> float:
     """The algebraically largest eigenvalue of the Hessian of the mean loss over these samples, in float32.
 
@@ -48,6 +49,7 @@ def largest_eigenvalue(
         tolerance: An iteration ends when |Hv - λv| is at most this share of |Hv|.
         samples_at_once: Samples that go through the model together, to bound memory. None: all.
         seed: Of the vector that the iteration starts from.
+        on_product: Called before each product with the Hessian, of which there are up to 2 x `iterations`.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -60,6 +62,7 @@ def largest_eigenvalue(
     was_training = {module: module.training for module in model.modules()}
 
     def product(v: Vector) -> Vector:
+        on_product()
         total = [torch.zeros_like(p) for p in parameters]
         for share, some, wanted in parts:
             loss = loss_fn(model(some), wanted) * share

@@ -116,19 +116,32 @@ def train(
             save(epoch, samples_in_epoch)
             raise TimeIsUp(f"{warning}; a checkpoint was written")
 
-    def on_evaluated_batch() -> None:
+    def between_steps(doing: str) -> None:
+        """Of what comes at the end of an epoch."""
         leave_if_warned(num_samples)
-        heartbeat.beat(f"evaluating, epoch {epoch + 1}")
+        heartbeat.beat(f"{doing}, epoch {epoch + 1}")
+
+    def evaluating() -> None:
+        between_steps("evaluating")
+
+    def computing_curvature() -> None:
+        between_steps("computing the curvature")
 
     def sharpness() -> dict[str, float]:
         """On all ranks alike, so that none waits in a collective for the first one to have it."""
         if curvature_batch is None:
             return {}
-        heartbeat.now(f"computing the curvature, epoch {epoch + 1}")
         inputs, targets = (to_device(part, device) for part in curvature_batch)
         at_once = max(1, candidate.batch_per_rank // 4)  # of the second derivatives, in the memory of a training step
-        module = inner_module(model)
-        return {"hessian_eigenvalue": largest_eigenvalue(module, loss_fn, inputs, targets, samples_at_once=at_once)}
+        eigenvalue = largest_eigenvalue(
+            inner_module(model),
+            loss_fn,
+            inputs,
+            targets,
+            samples_at_once=at_once,
+            on_product=computing_curvature,
+        )
+        return {"hessian_eigenvalue": eigenvalue}
 
     def average_if_due() -> bool:
         """Whether all ranks have the same model after this step, so that one of them can save it: always, but after
@@ -227,7 +240,7 @@ def train(
             # of the samples since the last start; unknown if it came after the epoch's last one
             "train_loss": loss_sum / count if count else math.nan,
             "train_top1": 100 * correct_sum / count if count else math.nan,
-            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, on_evaluated_batch),
+            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, evaluating),
             **facts,
             "num_nodes": candidate.num_nodes,
             "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
