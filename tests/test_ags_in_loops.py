@@ -12,6 +12,7 @@ from scaled_nets import BATCH, SCALES, data, sgd, small_net, train, tula, with_g
 from torch import nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tula_hpc.optim.ags import TulaOptimizer
 
@@ -145,6 +146,58 @@ def test_a_compiled_model_is_refreshed():
     plain = small_net()
     train(plain, other := tula(plain, gate="off"), 2, refresh_every=1)
     assert other.statistics()["mean_scale"] == pytest.approx(optimizer.statistics()["mean_scale"])
+
+
+@pytest.mark.parametrize("gate", ["current", "lagged", "off"])
+def test_a_compiled_training_step_is_scaled_as_a_plain_one_is(gate):
+    """Forward, backward, refresh and step inside one compiled function: what is counted and held is not lost."""
+
+    def trained(compiled):
+        torch.compiler.reset()
+        model = small_net()
+        optimizer = tula(model, gate=gate, refresh_every=2)
+
+        def one_step(inputs, targets):
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            if optimizer.refresh_due:
+                optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call = torch.compile(one_step, backend="eager") if compiled else one_step
+        for step in range(5):
+            call(*data(step))
+        return nn.utils.parameters_to_vector(model.parameters()), optimizer.statistics()
+
+    (weights, found), (expected, told) = trained(True), trained(False)
+    assert found == pytest.approx(told)
+    assert found["scaled_fraction"] > 0
+    torch.testing.assert_close(weights, expected)
+
+
+def test_reentrant_checkpoints_are_refused():
+    """Where no trainable parameter lies before one, torch does not say that it hides what is inside."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.reentrant = True
+
+        def forward(self, inputs):
+            inputs = inputs.detach().requires_grad_()
+            return self.head(checkpoint(self.body, inputs, use_reentrant=self.reentrant))
+
+    model = Net()
+    optimizer = tula(model)
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    model.reentrant = False
+    optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    optimizer.step()
+    assert optimizer.statistics()["mean_scale"] != 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -550,7 +603,8 @@ def test_adam_is_warned_of():
 
 
 def test_what_cannot_be_scaled_is_refused():
-    """LBFGS, sparse and complex gradients, several devices and sharded parameters are refused, with the way out."""
+    """LBFGS, sparse and complex gradients, several devices, sharded parameters and steps that are differentiated
+    through are refused, with the way out."""
     with pytest.raises(ValueError, match="LBFGS"):
         TulaOptimizer(torch.optim.LBFGS(small_net().parameters()), global_batch=16, small_batch=4)
     embedding = nn.Embedding(4, 2, sparse=True)
@@ -558,6 +612,15 @@ def test_what_cannot_be_scaled_is_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+    embedding.weight.grad = torch.zeros(4, 2)
+    optimizer.step()
+    embedding.weight.grad = None
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):  # also in the place of a dense one
+        optimizer.step()
+    weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="differentiable=True"):
+        TulaOptimizer(SGD([weight], lr=0.1, differentiable=True), global_batch=16, small_batch=4)
     complex_weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     complex_weight.grad = torch.ones_like(complex_weight)
     with pytest.raises(ValueError, match="view_as_real"):
@@ -571,3 +634,42 @@ def test_what_cannot_be_scaled_is_refused():
     sharded._fsdp_flattened = True
     with pytest.raises(ValueError, match="sharded parameter of shape \\(2,\\)"):
         TulaOptimizer(SGD([sharded], lr=0.1), global_batch=16, small_batch=4)
+
+
+@pytest.mark.parametrize("beside", [torch.ones(1, 6), torch.tensor(2.0)], ids=["one row", "a number"])
+def test_tensors_without_a_sample_dimension_are_told(beside):
+    """Instead of torch's word on an index."""
+    model = small_net()
+    optimizer = tula(model)
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(TypeError, match=r"tensor of shape \((1, 6)?\), whose first dimension is not that"):
+        optimizer.refresh(model, nn.functional.cross_entropy, (inputs, beside), targets)
+
+
+def test_averages_that_begin_anew_are_told():
+    """They belong to the parameters that had gradients; a layer that is frozen in mid-training changes these."""
+    model = small_net()
+    optimizer = tula(model, gate="off", scale_smoothing=0.9)
+    train(model, optimizer, 2, refresh_every=1)
+    next(model.parameters()).requires_grad_(False)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="begins its averages anew"):
+        train(model, optimizer, 1, refresh_every=1)
+
+
+def test_a_dropped_scale_is_measured_soon():
+    """After a change of the batch, and in a run that goes on with another, not at the end of the turn."""
+    model = small_net()
+    optimizer = tula(model, refresh_every=100)
+    inputs, targets = data()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.refresh(model, nn.functional.cross_entropy, inputs, targets)
+    optimizer.step()
+    assert not optimizer.refresh_due
+    state = optimizer.state_dict()
+    other = tula(model, refresh_every=100, global_batch=2 * BATCH)
+    other.load_state_dict(state)
+    assert other.refresh_due
+    optimizer.set_batch(2 * BATCH)
+    assert optimizer.refresh_due

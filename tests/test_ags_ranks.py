@@ -99,6 +99,15 @@ def two_ranks(rank, folder):
     optimizer.step()
     found["local_scale"] = optimizer.state_dict()["ags"]["scales"][0]
 
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    in_group = nn.parallel.DistributedDataParallel(Mean(6), process_group=alone)
+    optimizer = TulaOptimizer(
+        SGD(in_group.parameters(), lr=1.0), global_batch=BATCH, reference="local", granularity="tensor"
+    )
+    optimizer.watch(in_group)
+    mean_loss(in_group(torch.full((BATCH, 6), rank + 1.0)), None).backward()
+    found["gradient_in_a_group"] = in_group.module.weight.grad
+
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -157,6 +166,12 @@ def test_local_gradients_are_a_free_reference(both_ranks):
     assert expected < math.sqrt(2)
     for found in both_ranks:
         torch.testing.assert_close(found["local_scale"], expected)
+
+
+def test_a_watched_model_averages_over_its_own_group(both_ranks):
+    first, second = both_ranks
+    assert first["gradient_in_a_group"].tolist() == [1.0] * 6
+    assert second["gradient_in_a_group"].tolist() == [2.0] * 6
 
 
 def test_distributed_tensors_are_refused(both_ranks):

@@ -96,6 +96,16 @@ def test_each_group_has_its_own_rate_and_can_be_left_alone():
     assert alone.detach() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_vector_without_a_gradient_does_not_unbound_the_others(lr: Any):
+    """A rate in a tensor may be 0, which is told from the steps."""
+    dead, bias, matrix = (nn.Parameter(torch.ones(shape)) for shape in ((3,), (3,), (4, 4)))
+    optimizer = bounded([dead, bias, matrix], lr=lr)
+    dead.grad, bias.grad, matrix.grad = torch.zeros(3), torch.ones(3), torch.ones(4, 4)
+    optimizer.step()
+    assert bias.grad[0] == pytest.approx(CAP / 0.1 * math.sqrt(22 / 19), rel=1e-4)
+
+
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 def test_a_gradient_enters_the_momentum_as_it_is_at_rate_zero(lr: Any):
     """No step is no short step: a warm-up from 0 would begin with gradients that are lengthened tenfold."""

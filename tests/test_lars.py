@@ -53,6 +53,11 @@ def test_layers_and_vectors_are_in_groups_of_their_own():
     assert only["weight_decay"] == 0.0
 
 
+def test_groups_are_refused():
+    with pytest.raises(TypeError, match="lars got a dict among the parameters"):
+        lars([{"params": []}], lr=0.1)  # type: ignore[list-item]
+
+
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch):
     """Without the optional dependency the error says how to get it."""
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)

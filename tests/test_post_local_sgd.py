@@ -127,6 +127,19 @@ def test_local_steps_of_a_compiled_replica_are_local(two_ranks: Run):
     assert [grad.flatten().tolist() for grad in second] == [[2.0, 2.0], [1.0]]
 
 
+def test_a_parameter_of_one_number_has_a_momentum_as_well():
+    """A learnt temperature is of shape (); so is Adam's count of steps, which stays."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    for optimizer, name in ((torch.optim.SGD, "momentum_buffer"), (torch.optim.Adam, "exp_avg")):
+        inner = optimizer([model.scale], **({"lr": 0.1, "momentum": 0.9} if name == "momentum_buffer" else {}))
+        model.scale.grad = torch.tensor(1.0)
+        inner.step()
+        PostLocalSGD(model, inner, period=1, momentum="reset").average()
+        assert inner.state[model.scale][name] == 0
+        assert inner.state[model.scale].get("step", 1) == 1
+
+
 def test_tensors_of_two_types_are_averaged_together():
     """Half-precision weights beside fp32 statistics are no obstacle, also without other ranks."""
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.BatchNorm1d(2))

@@ -161,6 +161,7 @@ class TulaOptimizer(WrappedOptimizer):
         printed: dict[str, Any] = {"granularity": "element", "gate": "current", "s_min": 0.0, "printed_ratio": True}
         return cls(optimizer, global_batch=global_batch, small_batch=small_batch, **printed, **others)
 
+    @torch._disable_dynamo  # a traced step loses what it sets on an optimizer, so that nothing would be scaled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Scale the gradients if the gate is open, then let the inner optimizer step. Returns the closure's loss."""
@@ -244,6 +245,7 @@ class TulaOptimizer(WrappedOptimizer):
         measures = self.active and self.static_scale is None
         return measures and self._next_refresh is not None and self._steps >= self._next_refresh
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def refresh(
         self,
@@ -261,7 +263,7 @@ class TulaOptimizer(WrappedOptimizer):
         reference "subbatch" costs one forward and backward pass over small_batch / ranks samples per sub-batch and one
         all-reduce of the gradients, and needs the four arguments (the last only if the loss does); while it runs, up to
         three fp32 copies of the model more. It takes the gradient by `torch.autograd.grad`, which reentrant activation
-        checkpointing and torch.jit.script do not allow. Buffers, `.grad`, the random stream and DDP stay untouched. The
+        checkpointing does not allow. Buffers, `.grad`, the random stream and DDP stay untouched. The
         other references cost one small all-reduce, of numbers they have noted before. Several ranks agree first
         whether all of them can measure, and wait for the device to know. Does nothing under a static scale or while AGS
         is inactive.
@@ -291,8 +293,12 @@ class TulaOptimizer(WrappedOptimizer):
         if model is not None and loss_fn is not None and inputs is not None:
             batch = SubBatchPass(model, loss_fn, inputs, targets)
         averages = self._meter.averages
-        if anew:
+        if anew and averages is not None:
             self._meter.averages = None
+            self._notices.say(
+                "AGS begins its averages anew: other parameters have gradients than at the last refresh, because some "
+                "were frozen or not used."
+            )
         measured = self._meter.measure(parameters, self.global_batch, self.small_batch, batch, loss_scale)
         if measured is None:
             self._meter.averages = averages
@@ -304,6 +310,7 @@ class TulaOptimizer(WrappedOptimizer):
         held = self._scales.excess or [torch.zeros_like(e) for e in excess]
         self._pending = [torch.where(usable, new, old) for new, old in zip(excess, held, strict=True)]
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def observe_microbatch(self, num_microbatches: int) -> None:
         """Note the gradient of the first of a step's micro-batches, for the reference "microbatch".
@@ -356,6 +363,7 @@ class TulaOptimizer(WrappedOptimizer):
         if global_batch != self.global_batch:
             self.global_batch = global_batch
             self._forget()
+            self._measure_soon()
             self._warn_unless_useful()
 
     @property
@@ -453,9 +461,9 @@ class TulaOptimizer(WrappedOptimizer):
             latest = max(self._steps + self.refresh_every, self.first_refresh or 0)
             self._next_refresh = min(saved["next_refresh"], latest)
         may_be_scaled, known = set(self._parameters(scaled_only=True)), saved["scales"] or saved["pending"] or {}
-        if any(saved.get(key, value) != value for key, value in self._geometry().items()):
-            return
-        if any(parameters[i] not in may_be_scaled for i in known):
+        other_geometry = any(saved.get(key, value) != value for key, value in self._geometry().items())
+        if other_geometry or any(parameters[i] not in may_be_scaled for i in known):
+            self._measure_soon()
             return
         if self.refresh_every is None and self.first_refresh is not None:
             self._next_refresh = saved["next_refresh"]  # None: it was done
@@ -485,6 +493,11 @@ class TulaOptimizer(WrappedOptimizer):
         self._meter.forget()
         if self._next_refresh is None and self.first_refresh is not None:  # it was done, once, for what is dropped
             self._next_refresh = self._steps
+
+    def _measure_soon(self) -> None:
+        """What was dropped is not to be missing until the next turn."""
+        if self.refresh_every is not None:
+            self._next_refresh = max(self._steps, self.first_refresh or 0)
 
     def _gradients(self) -> list[Tensor]:
         """All gradients at hand."""

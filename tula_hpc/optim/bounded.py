@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,7 @@ class BoundedOptimizer(WrappedOptimizer):
             name = type(optimizer).__name__
             Notices().say(f"{name} is not known as an SGD: the bounds are those of SGD's step.")
 
+    @torch._disable_dynamo  # a traced step loses what it sets on an optimizer
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Bound the gradients, then let the inner optimizer step. Returns the closure's loss."""
@@ -127,14 +128,19 @@ class BoundedOptimizer(WrappedOptimizer):
             lengths = steps.split([len(members) for members, _ in groups])
             steps = torch.cat([length * lr for length, lr in zip(lengths, rates, strict=True)])
         self._scales, self._sizes = self._scales_of(weights, steps, layout.near_zero), layout.sizes
-        if any(isinstance(lr, Tensor) for lr in rates):  # a rate of 0, which nobody may look at, bounds nothing either
+        any_rate_on_device = any(isinstance(lr, Tensor) for lr in rates)
+        if any_rate_on_device:  # a rate of 0, which nobody may look at, bounds nothing either
             self._scales = torch.where(steps > 0, self._scales, gradients.constant(1.0, steps.device))
         # On many tensors at once torch has a kernel for a number that all share, and none for a number each: given a
         # list, it copies the numbers one by one as well.
         each = self._scales.unbind()
-        if layout.vectors:
-            torch._foreach_mul_([found[i] for i in layout.vectors], each[layout.vectors[0]])
-        for i in layout.others:
+        if any_rate_on_device:
+            alone: Sequence[int] = range(len(found))
+        else:
+            alone = layout.others
+            if layout.vectors:
+                torch._foreach_mul_([found[i] for i in layout.vectors], each[layout.vectors[0]])
+        for i in alone:
             found[i].mul_(each[i])
 
     def _scales_of(self, weights: Tensor, steps: Tensor, near_zero: Tensor) -> Tensor:

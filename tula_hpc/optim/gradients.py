@@ -15,10 +15,19 @@ from torch import Tensor
 
 
 def norms(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient, fp32, shape (number of gradients,)."""
+    """L2 norm of each gradient, fp32, shape (number of gradients,).
+
+    Raises:
+        ValueError: On sparse and complex gradients, and on gradients of several devices.
+    """
     # The norms are taken in fp32 or wider: torch refuses to narrow fp64 gradients, and fp16 would overflow.
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in gradients) else torch.float32
-    return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=dtype)).float()
+    try:
+        found = torch._foreach_norm(list(gradients), 2, dtype=dtype)
+    except RuntimeError:
+        refuse_unusual(gradients)
+        raise
+    return torch.stack(found).float()
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -36,7 +45,7 @@ def gradient_variability(squared_norm: Tensor, previous: Tensor, weight: float =
     return torch.addcdiv(constant(-weight, previous.device), squared_norm, previous, value=weight).abs_()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as an fp32 tensor of shape (), made once: filling one costs a kernel. Not to be written to."""
     return torch.full((), value, dtype=torch.float32, device=device)

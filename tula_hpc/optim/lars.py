@@ -36,6 +36,7 @@ def lars(
         trust_coefficient: How far a step may move a weight tensor at `lr` 1 without momentum, as a share of its norm.
 
     Raises:
+        TypeError: On parameter groups or named parameters.
         ImportError: If `pytorch_optimizer` is not installed.
     """
     try:
@@ -43,6 +44,12 @@ def lars(
     except ModuleNotFoundError as error:
         raise ImportError("LARS needs the package pytorch_optimizer; pip install 'tula-hpc[lars]'") from error
     parameters = list(parameters)
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"lars got a {type(parameter).__name__} among the parameters, but makes the groups itself; give it "
+                "model.parameters()."
+            )
     weights = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay}
     vectors = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
     groups = [group for group in (weights, vectors) if group["params"]]

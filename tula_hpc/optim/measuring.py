@@ -184,7 +184,7 @@ class Meter:
     def watch(self, model: Any, hook: Callable[[Any, Any], Any] | None, state: Any, due: Callable[[], bool]) -> None:
         """Register the communication hook that notes each rank's gradient norms."""
         if hook is None:
-            hook, state = allreduce_hook, self.process_group
+            hook, state = allreduce_hook, self.process_group or model.process_group
         self._local = LocalNorms(hook, state, due)
         model.register_comm_hook(None, self._local.hook)
 

@@ -94,8 +94,9 @@ class PostLocalSGD:
 
     def _momenta(self, parameter: Tensor) -> list[Tensor]:
         """What the optimizer keeps for each element of a parameter; nothing before it has used it."""
-        values = self.optimizer.state.get(parameter, {}).values()
-        return [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and v.shape == parameter.shape]
+        state = self.optimizer.state.get(parameter, {})
+        each = [value for name, value in state.items() if name != "step"]  # a count, also where there is one element
+        return [value for value in each if isinstance(value, Tensor) and value.shape == parameter.shape]
 
 
 def _complete(

@@ -31,9 +31,14 @@ def take(batch: Any, index: Tensor) -> Any:
     list of texts or numbers, one a sample. None stays.
 
     Raises:
-        TypeError: On anything else.
+        TypeError: On anything else, and on tensors that have fewer samples.
     """
     if isinstance(batch, Tensor):
+        if batch.dim() == 0 or batch.shape[0] <= int(index.max()):
+            raise TypeError(
+                f"A batch holds a tensor of shape {tuple(batch.shape)}, whose first dimension is not that of the "
+                "samples; leave it out, or expand it to a row for each sample."
+            )
         if batch.device.type == "cuda" and not index.is_cuda:
             index = index.pin_memory()  # else the copy waits for all that the device has still to do
         return batch.index_select(0, index.to(batch.device, non_blocking=True))
@@ -55,6 +60,8 @@ def batch_size(batch: Any) -> int:
         TypeError: If there is none, or something else before it.
     """
     if isinstance(batch, Tensor):
+        if batch.dim() == 0:
+            raise TypeError("A batch begins with a tensor of shape (), which tells no number of samples; leave it out.")
         return batch.shape[0]
     if _is_plain(batch):
         return len(batch)
@@ -101,7 +108,10 @@ def side_gradients(
 
     def pass_through() -> tuple[Tensor | None, ...]:
         loss = loss_fn(module(inputs), targets) * loss_scale
-        return torch.autograd.grad(loss, list(parameters), allow_unused=True)
+        found = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+        if any(grad is None for grad in found):
+            _refuse_reentrant(loss)
+        return found
 
     with torch.random.fork_rng(**rng), torch.enable_grad():
         found = _on_other_buffers(module, buffers, pass_through)
@@ -112,6 +122,22 @@ def side_gradients(
     if isinstance(loss_scale, Tensor) or loss_scale != 1:
         torch._foreach_mul_(grads, 1 / loss_scale)
     return grads
+
+
+def _refuse_reentrant(loss: Tensor) -> None:
+    """ValueError if the loss depends on a reentrant checkpoint, inside which parameters seem unused to `grad`."""
+    nodes, known = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if node.name().startswith("CheckpointFunction"):
+            raise ValueError(
+                "The model uses reentrant activation checkpointing, which hides its parameters from the pass over a "
+                "part of the batch; give torch.utils.checkpoint.checkpoint use_reentrant=False."
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 class _Inside(torch.nn.Module):

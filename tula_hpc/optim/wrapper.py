@@ -37,6 +37,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} got a {type(optimizer).__name__}, but wraps an optimizer; give it "
                 "torch.optim.SGD(model.parameters(), lr=...), say."
             )
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(self).__name__} got an optimizer with differentiable=True, but multiplies gradients without a "
+                "record of it: what is differentiated through its steps would be wrong; leave that out."
+            )
         self.optimizer = optimizer
         self._checked = 0
         # What the base constructor does apart from parameters and state, which we forward: hooks and the hooked step.
