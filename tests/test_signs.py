@@ -59,33 +59,6 @@ print(before, warning.is_set(), warning.kind())
     assert answer.stdout.split() == ["False", "True", "preempted"]
 
 
-def test_signals_to_all_processes_of_a_job_leave_its_loader_workers(tiny_overrides: list[str]):
-    """Slurm sends them to each; the rank takes note, and the batches up to its next step boundary still come."""
-    program = """
-import os, subprocess, sys, torch
-from torch.utils.data import DataLoader, TensorDataset
-from tula_hpc.composition import compose
-from tula_hpc.ranks.signs import EarlyWarning
-from tula_hpc.ranks.training import loader_options
-settings = compose([*sys.argv[1:], "data.loader_workers=2"])
-if __name__ == "__main__":
-    warning = EarlyWarning(600)
-    warning.listen()
-    loader = DataLoader(TensorDataset(torch.arange(100)), 1, **loader_options(settings, torch.device("cpu")))
-    batches = iter(loader)
-    next(batches)
-    for name in ("USR2", "TERM"):
-        subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], check=True, start_new_session=True)
-    print(warning.kind(), 1 + len(list(batches)), len(list(loader)))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    answer = subprocess.run(
-        [sys.executable, "-c", program, *tiny_overrides],
-        env=environment, capture_output=True, text=True, check=False, start_new_session=True,
-    )  # fmt: skip
-    assert answer.stdout.split() == ["preempted", "100", "100"], answer.stderr
-
-
 def test_a_heart_beats_at_once_and_then_now_and_then(tmp_path: Path):
     """Every step may beat, and the file is written only now and then."""
     path = tmp_path / "heartbeat.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,11 @@ LONG_EPOCHS = list(range(1, 41))
 
 @pytest.fixture(scope="module")
 def slurm_settings() -> SlurmSettings:
-    """With a partition whose jobs preempt those of the default one."""
+    """With a partition whose jobs preempt those of the default one, and those of another, which are warned."""
     preemption = ("PreemptType=preempt/partition_prio", "PreemptMode=CANCEL")
-    return SlurmSettings(
-        requeue_wait_s=10, extra_lines=(*preemption, "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP")
-    )
+    urgent = "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP"
+    warned = "PartitionName=warned Nodes=ALL PriorityTier=1 GraceTime=30 State=UP"
+    return SlurmSettings(requeue_wait_s=10, extra_lines=(*preemption, urgent, warned))
 
 
 @pytest.fixture
@@ -191,6 +192,43 @@ def test_a_training_that_slurm_preempts_goes_on_when_there_is_room(slurm: Throwa
     assert [line["epoch"] for line in tula.run.read_metrics()] == LONG_EPOCHS
 
 
+@pytest.mark.parametrize("profiling", ["single", "packed"])
+def test_a_measurement_that_slurm_preempts_is_made_again(slurm: ThrowawaySlurm, tula: Tula, profiling: str):
+    """Where there is a time of grace the job is sent SIGTERM, and what ends then Slurm calls failed."""
+    tula.overrides += ["cluster.partition=warned", f"profiling={profiling}"]
+    tula.switch_on("hold")
+    tula.start()
+    tula.wait_claimed(SMALL)
+    slurm.run(
+        "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", f"--output={tula.folder}/urgent.log", "--wrap=:"
+    )
+    wait_for(lambda: tula.verdicts(SMALL)[0] != "none", "the verdict")
+    tula.switch_off("hold")
+    text = tula.finish()
+    assert tula.verdicts(SMALL) == ["preempted", "success"]
+    assert "SIGTERM came" in text
+
+
+def test_a_suspended_training_of_several_ranks_is_not_told_as_hung(slurm: ThrowawaySlurm, tula: Tula):
+    """Its ranks wait for each other by the clock, which goes on meanwhile."""
+    tula.overrides += [*PAIR, *LONG, "training.collective_timeout_s=5"]
+    tula.start()
+    wait_for(tula.run.selection.exists, "the choice")
+    tula.switch_on("slow")
+    attempt = tula.wait_claimed("train")
+    wait_for(lambda: len(tula.run.read_metrics()) > 0, "an epoch")
+    since = time.monotonic()
+    slurm.run("scontrol", "suspend", str(attempt.job_id))
+    wait_for(lambda: time.monotonic() - since > 10, "the ranks' patience")
+    slurm.run("scontrol", "resume", str(attempt.job_id))
+    wait_for(lambda: tula.verdicts("train")[0] != "none", "the verdict")
+    tula.switch_off("slow")
+    text = tula.finish()
+    assert tula.verdicts("train") == ["preempted", "success"]
+    assert "suspended for longer than training.collective_timeout_s" in text
+    assert [line["epoch"] for line in tula.run.read_metrics()] == LONG_EPOCHS
+
+
 def test_a_training_longer_than_its_time_limit_takes_several_jobs(tula: Tula):
     """A minute is not enough: the job saves before its end and the next one goes on, or on a busy machine the one after
     that."""
@@ -240,8 +278,15 @@ def test_a_rank_that_keeps_the_others_waiting_ends_the_job(tula: Tula):
     assert "rank 0 on tula-n" in text
 
 
-def test_an_error_of_the_users_own_is_shown_with_its_place(tula: Tula):
-    """A mistake in the model ends the run with the rank, the error and the line, and is not tried again."""
+@pytest.mark.parametrize(
+    ("job", "settings"),
+    [(SMALL, ONE), ("profile/n002-b00032", [*PAIR, "grid.max_batch_per_rank=32"])],
+    ids=["one rank", "one of two ranks"],
+)
+def test_an_error_of_the_users_own_is_shown_with_its_place(tula: Tula, job: str, settings: list[str]):
+    """A mistake in the model ends the run with the rank, the error and the line, and is not tried again; that the
+    other ranks are ended then is no preemption."""
+    tula.overrides += settings
     tula.switch_on("bug")
     tula.start()
     code, text = tula.end()
@@ -250,7 +295,7 @@ def test_an_error_of_the_users_own_is_shown_with_its_place(tula: Tula):
     assert "faulty_model.py, line" in text
     assert '    raise ValueError("a mistake in the model")' in text
     assert "Traceback" not in text
-    assert tula.verdicts(SMALL) == ["failed"]
+    assert tula.verdicts(job) == ["failed"]
 
 
 def test_the_newest_checkpoint_is_corrupt(slurm: ThrowawaySlurm, tula: Tula):

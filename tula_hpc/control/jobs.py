@@ -74,6 +74,8 @@ class Jobs:
         self._scheduler = scheduler
         self._heartbeat = heartbeat
         self._unheard_since: dict[tuple[str, int], float] = {}
+        self._suspended: set[tuple[str, int]] = set()
+        """Attempts whose job was seen suspended."""
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Last heartbeat of each running attempt, and when it was first seen."""
         self._points: dict[tuple[str, int], dict[str, Any]] = {}
@@ -278,6 +280,8 @@ class Jobs:
         elif attempt.ending is not None:
             self._cancel_jobs_of([attempt])  # the scheduler may not have heard it
             return
+        if state is QueueState.suspended:
+            self._suspended.add(attempt.key)
         if state is QueueState.running and not (attempt.one_after_another and not self._has_begun(attempt)):
             self._end_if_hung(attempt)
         else:
@@ -374,6 +378,7 @@ class Jobs:
             was_waiting=seen.was_waiting,
             near_its_limit=missing is not None and _near_its_limit(folder),
             shares_job=attempt.one_after_another,
+            was_suspended=attempt.key in self._suspended,
         )
 
     def _what_is_missing(self, attempt: Attempt, folder: AttemptFolder) -> str | None:

@@ -143,6 +143,8 @@ class Evidence:
     """The last sign of life came shortly before the job's time was over."""
     shares_job: bool = False
     """Attempts run one after the other in its job; `queue` is `completed` if this one was over before the job."""
+    was_suspended: bool = False
+    """Its job was seen suspended."""
 
 
 def conclude(evidence: Evidence) -> tuple[Verdict, str]:
@@ -168,7 +170,8 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     for kind in ("timeout", "preempted"):
         if kind in said:
             return Verdict(kind), said[kind]
-    if "terminated" in said:
+    # where a rank fails Slurm ends the others with SIGTERM
+    if "terminated" in said and evidence.rank_errors[0].kind != "error":
         if evidence.queue is QueueState.absent:  # a cancelled job must not come back
             return (
                 Verdict.cancelled,
@@ -178,6 +181,8 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     if "error" in said:
         return Verdict.failed, said["error"]
     if "waited" in said or WATCHDOG.search(evidence.log_tail):
+        if evidence.was_suspended:
+            return Verdict.preempted, "its job was suspended for longer than training.collective_timeout_s"
         return Verdict.hung, said.get("waited", "a rank waited too long for the others")
     if "lost" in said:
         return Verdict.incomplete, f"{said['lost']}; the lost rank left no word"

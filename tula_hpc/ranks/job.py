@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import from_plain
@@ -56,6 +56,19 @@ def run_attempt(folder: str) -> None:
     warning.listen()
     attempt = AttemptFolder(Path(folder))
     me: Rank | None = None
+
+    def leave(error: BaseException) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there are words to write
+        try:
+            write_json(attempt.rank_error(0 if me is None else me.rank), _last_words(error, me, warning))
+        finally:  # also where the disk is full
+            try:
+                traceback.print_exception(error)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
+
     try:
         request = read_json(attempt.request)
         sys.path.insert(0, request["working_dir"])
@@ -63,29 +76,25 @@ def run_attempt(folder: str) -> None:
 
         me = this_rank()
         if request["kind"] == "profile":
-            warning.ignore()
+            warning.end_at_once(lambda: leave(TimeIsUp(str(warning))))
         if _is_mine(attempt, me):
             _work(attempt, request, me, warning)
     except BaseException as error:
-        try:
-            traceback.print_exc()
-            sys.stdout.flush()
-            write_json(attempt.rank_error(0 if me is None else me.rank), _last_words(error, me, warning))
-        finally:  # also where the disk is full
-            sys.stderr.flush()
-            os._exit(1)
+        leave(error)
 
 
 def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) -> dict[str, Any]:
     """What a rank leaves behind for the controller to judge by."""
     rank, host = 0 if me is None else me.rank, socket.gethostname()
     kind = warning.kind() if isinstance(error, TimeIsUp) else classify(error)
+    trace = "".join(traceback.format_exception(error))
     if _UNUSED in str(error):
         error = TulaError(
             f"the model has parameters that a step did not use ({_names_of_unused(str(error))}); freeze them, or set "
             "workload.find_unused_parameters=true"
         )
-    message = str(error).strip() if isinstance(error, TulaError) else f"{type(error).__name__}: {error}".strip()
+    in_words = isinstance(error, TulaError | TimeIsUp)
+    message = str(error).strip() if in_words else f"{type(error).__name__}: {error}".strip()
     if kind != "error":  # what ran out and how much was wanted; the rest of torch's text is in the traceback
         message = ". ".join(message.split(". ")[:2]).splitlines()[0]
     elif not isinstance(error, TulaError):
@@ -97,7 +106,7 @@ def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) ->
         "launch": None if me is None else me.launch,
         "host": host,
         "time": time.time(),
-        "traceback": traceback.format_exc(),
+        "traceback": trace,
     }
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DistributedSampler, Subset
 
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import DataKind, Settings
@@ -31,10 +31,11 @@ from tula_hpc.ranks.clock import Clock
 from tula_hpc.ranks.device_memory import MemoryMeter, allocated_bytes
 from tula_hpc.ranks.distributed import inner_module, replicate, sum_over_ranks, wait_for_all
 from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.loading import Loader
 from tula_hpc.ranks.optimizers import build_averaging, build_optimizer
 from tula_hpc.ranks.signs import Heartbeat
 from tula_hpc.ranks.timings import write_rank
-from tula_hpc.ranks.training import autocast, evaluate, loader_options
+from tula_hpc.ranks.training import autocast, evaluate
 from tula_hpc.ranks.workloads import build_dataset, build_loss, build_model
 from tula_hpc.runs import AttemptFolder, software_versions
 
@@ -186,9 +187,7 @@ def _build(
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, last_bucket.average)
     sampler: Any = DistributedSampler(dataset, me.world_size, me.rank, seed=settings.training.seed)
-    loader = DataLoader(
-        dataset, candidate.batch_per_rank, sampler=sampler, drop_last=True, **loader_options(settings, device)
-    )
+    loader = Loader(dataset, candidate.batch_per_rank, settings, device, sampler=sampler, drop_last=True)
     optimizer = build_optimizer(settings, model, candidate.global_batch)
     averaging = build_averaging(settings, model, optimizer, len(loader))
     batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))

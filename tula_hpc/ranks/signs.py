@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from tula_hpc.runs import write_json
 
@@ -21,7 +21,7 @@ def warning_before_end_s(time_limit_min: float | None) -> int:
 
 
 class TimeIsUp(Exception):
-    """The job will be ended soon; a checkpoint was written."""
+    """The job will be ended soon; a training has written a checkpoint."""
 
 
 class EarlyWarning:
@@ -44,16 +44,21 @@ class EarlyWarning:
         signal.signal(signal.SIGUSR2, self._take_note)
         signal.signal(signal.SIGTERM, self._take_note)
 
-    def ignore(self) -> None:
-        """There is nothing to save: SIGTERM ends the process, the early warning is passed over.
+    def end_at_once(self, leave: Callable[[], NoReturn]) -> None:
+        """There is nothing to save: SIGTERM ends the process where it is, the early warning is passed over.
 
-        Raises:
-            SystemExit: If SIGTERM came before.
+        Args:
+            leave: Leaves a word and ends the process. No exception instead: it may come where Python drops it.
         """
+
+        def on_end(number: int, frame: FrameType | None) -> None:
+            self.receive(number)
+            leave()
+
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, on_end)
         if self._received is not None and self._received[0] == signal.SIGTERM:
-            raise SystemExit("SIGTERM")
+            leave()
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         self.receive(number)
@@ -88,26 +93,6 @@ class EarlyWarning:
         number, after_s = self._received
         limit = "" if self.time_limit_min is None else f" of {60 * self.time_limit_min:.0f} s"
         return f"{signal.Signals(number).name} came {after_s:.0f} s after the start{limit}"
-
-
-def leave_signals_to_the_rank(worker: int) -> None:
-    """Let one of a rank's loader processes go on when its job is told to end.
-
-    Slurm sends SIGTERM to every process of a preempted or cancelled job. The rank takes note and saves between two
-    steps, where the end of a loader process would reach it as an exception, even in the midst of the saving. A SIGTERM
-    of the rank's own still ends the process: that is how Python ends those that are left at its exit.
-    """
-    told, rank = (signal.SIGUSR2, signal.SIGTERM), os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, told)
-    for number in told:  # in threads that libraries have started before
-        signal.signal(number, signal.SIG_IGN)
-
-    def heed_the_rank() -> None:
-        while signal.sigwaitinfo(told).si_pid != rank:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=heed_the_rank, daemon=True).start()
 
 
 class Heartbeat:

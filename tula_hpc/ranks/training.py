@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DistributedSampler, Subset
 
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
@@ -30,9 +30,10 @@ from tula_hpc.ranks.device_memory import GIB, peak_bytes
 from tula_hpc.ranks.distributed import first_rank_says, inner_module, replicate, sum_over_ranks
 from tula_hpc.ranks.gradient_trace import GradientTrace
 from tula_hpc.ranks.launch import Rank
+from tula_hpc.ranks.loading import Loader
 from tula_hpc.ranks.optimizers import build_averaging, build_optimizer
 from tula_hpc.ranks.pace import Pace
-from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp, leave_signals_to_the_rank
+from tula_hpc.ranks.signs import EarlyWarning, Heartbeat, TimeIsUp
 from tula_hpc.ranks.workloads import SizedDataset, build_dataset, build_loss, build_model, fixed_batch
 from tula_hpc.runs import RunFolder, read_json, write_json, write_text
 
@@ -75,7 +76,7 @@ def train(
     if isinstance(optimizer, BoundedOptimizer):
         follow_as_many_samples(inner_module(model), candidate.global_batch, settings.method.small_batch)
     sampler = RemainingSampler(train_set, candidate.batch_per_rank, me.world_size, me.rank, seed=hyper.seed)
-    loader = DataLoader(train_set, candidate.batch_per_rank, sampler=sampler, **loader_options(settings, device))
+    loader = Loader(train_set, candidate.batch_per_rank, settings, device, sampler=sampler)
     averaging = build_averaging(settings, model, optimizer, len(loader))
     curvature_batch = None if hyper.curvature_samples is None else fixed_batch(train_set, hyper.curvature_samples)
     facts = {
@@ -273,16 +274,6 @@ def _now(device: torch.device) -> float:
     return time.monotonic()
 
 
-def loader_options(settings: Settings, device: torch.device) -> dict[str, Any]:
-    workers = settings.data.loader_workers
-    return {
-        "num_workers": workers,
-        "persistent_workers": workers > 0,
-        "pin_memory": device.type == "cuda",
-        "worker_init_fn": leave_signals_to_the_rank,
-    }
-
-
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """bfloat16 where the precision asks for it; parameters and gradients stay float32, so no loss scaling is needed."""
     if precision is not Precision.bf16:
@@ -345,7 +336,7 @@ def evaluate(
             dist.broadcast(buffer, src=0)
     module.eval()
     mine = Subset(test_set, range(me.rank, len(test_set), me.world_size))
-    loader = DataLoader(mine, batch_per_rank, **loader_options(settings, device))
+    loader = Loader(mine, batch_per_rank, settings, device)
     sums = torch.zeros(4, device=device, dtype=torch.float64)  # loss x targets, targets, top-1, top-5
     for inputs, targets in loader:
         on_batch()
