@@ -100,7 +100,10 @@ terminated = RankError("terminated", "SIGTERM came 40 s after the start")
         (evidence(rank_errors=(terminated,)), Verdict.preempted),
         (evidence(rank_errors=(terminated,), queue=QueueState.cancelled), Verdict.cancelled),
         (evidence(rank_errors=(terminated, RankError("error", "a broken pipe"))), Verdict.preempted),
+        (evidence(rank_errors=(terminated, lost)), Verdict.preempted),
         (evidence(rank_errors=(RankError("error", "bug"), terminated)), Verdict.failed),
+        (evidence(rank_errors=(waited, terminated)), Verdict.hung),
+        (evidence(rank_errors=(lost, terminated)), Verdict.incomplete),
         (evidence(rank_errors=(terminated,), queue=QueueState.absent), Verdict.cancelled),
         (evidence(queue=QueueState.absent, near_its_limit=True), Verdict.timeout),
         (evidence(started=False, log_tail="task 0: User defined signal 2"), Verdict.preempted),
@@ -144,6 +147,7 @@ def killed_worker() -> RuntimeError:
         (MemoryError(), "host_oom"),
         (RuntimeError("CUDA error: out of memory; NCCL error in ncclCommInitRank"), "cuda_oom"),
         (RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 300000ms for recv operation"), "waited"),
+        (RuntimeError("Application timeout caused pair closure"), "waited"),  # gloo, after another one has waited
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:2"), "lost"),
         (ValueError("connection reset"), "error"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "host_oom"),

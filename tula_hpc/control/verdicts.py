@@ -170,8 +170,8 @@ def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     for kind in ("timeout", "preempted"):
         if kind in said:
             return Verdict(kind), said[kind]
-    # where a rank fails Slurm ends the others with SIGTERM
-    if "terminated" in said and evidence.rank_errors[0].kind != "error":
+    # only as the first word: where a rank fails, Slurm ends the others with SIGTERM
+    if evidence.rank_errors and evidence.rank_errors[0].kind == "terminated":
         if evidence.queue is QueueState.absent:  # a cancelled job must not come back
             return (
                 Verdict.cancelled,

@@ -40,7 +40,8 @@ _HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not eno
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 # How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
 _WAITED = re.compile(
-    r"timed out waiting|collective operation timeout|wait timeout|timed out after|socket timeout", re.I
+    r"timed out waiting|collective operation timeout|wait timeout|timed out after|socket timeout|application timeout",
+    re.I,
 )
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|peer has gone|socket closed|"
