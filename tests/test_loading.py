@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 BEGINS = """
-import os, signal, subprocess, sys, torch
+import os, subprocess, sys, torch
 from torch.utils.data import Dataset
 from tula_hpc.composition import compose
 from tula_hpc.ranks.loading import Loader

@@ -149,7 +149,7 @@ class TulaOptimizer(WrappedOptimizer):
         self.scaled: Tensor | float = 0.0
         """Whether the last step's gradients were scaled, 1 or 0: a number, or of shape () on the device."""
         self._scaled_steps: Tensor | float = 0.0
-        self._next_refresh = first_refresh if first_refresh is not None else 0 if refresh_every else None
+        self._next_refresh = first_refresh
         self._forget()
         self._warn_unless_useful()
 
@@ -363,7 +363,6 @@ class TulaOptimizer(WrappedOptimizer):
         if global_batch != self.global_batch:
             self.global_batch = global_batch
             self._forget()
-            self._measure_soon()
             self._warn_unless_useful()
 
     @property
@@ -454,17 +453,16 @@ class TulaOptimizer(WrappedOptimizer):
         if saved["version"] != 2:
             raise ValueError(f"The AGS state has version {saved['version']}, but this code reads version 2 only.")
         parameters = self._parameters()
-        self._forget()
         self._steps, self._meter.draws = saved["steps"], saved["draws"]
         self._scaled_steps = float(saved["scaled_steps"])
-        if self.refresh_every is not None and saved["next_refresh"] is not None:
-            latest = max(self._steps + self.refresh_every, self.first_refresh or 0)
-            self._next_refresh = min(saved["next_refresh"], latest)
+        self._forget()
         may_be_scaled, known = set(self._parameters(scaled_only=True)), saved["scales"] or saved["pending"] or {}
         other_geometry = any(saved.get(key, value) != value for key, value in self._geometry().items())
         if other_geometry or any(parameters[i] not in may_be_scaled for i in known):
-            self._measure_soon()
             return
+        if self.refresh_every is not None and saved["next_refresh"] is not None:
+            latest = max(self._steps + self.refresh_every, self.first_refresh or 0)
+            self._next_refresh = min(saved["next_refresh"], latest)
         if self.refresh_every is None and self.first_refresh is not None:
             self._next_refresh = saved["next_refresh"]  # None: it was done
         device = parameters[0].device
@@ -487,17 +485,14 @@ class TulaOptimizer(WrappedOptimizer):
             self._meter.averages = small, large
 
     def _forget(self) -> None:
-        """Drop what was measured; the next step counts as the first."""
+        """Drop what was measured; the next step counts as the first, and what is missing is measured soon."""
         self._scales = self._pending = None
         self._gate.forget()
         self._meter.forget()
-        if self._next_refresh is None and self.first_refresh is not None:  # it was done, once, for what is dropped
-            self._next_refresh = self._steps
-
-    def _measure_soon(self) -> None:
-        """What was dropped is not to be missing until the next turn."""
         if self.refresh_every is not None:
             self._next_refresh = max(self._steps, self.first_refresh or 0)
+        elif self._next_refresh is None and self.first_refresh is not None:  # it was done, once, for what is dropped
+            self._next_refresh = self._steps
 
     def _gradients(self) -> list[Tensor]:
         """All gradients at hand."""

@@ -98,7 +98,7 @@ def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) ->
     message = str(error).strip() if in_words else f"{type(error).__name__}: {error}".strip()
     if kind != "error":  # what ran out and how much was wanted; the rest of torch's text is in the traceback
         message = ". ".join(message.split(". ")[:2]).splitlines()[0]
-    elif not isinstance(error, TulaError):
+    elif not in_words:
         message += f" ({_place(error)})"
     return {
         "kind": kind,

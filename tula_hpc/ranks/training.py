@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,11 +123,7 @@ def train(
         leave_if_warned(num_samples)
         heartbeat.beat(f"{doing}, epoch {epoch + 1}")
 
-    def evaluating() -> None:
-        between_steps("evaluating")
-
-    def computing_curvature() -> None:
-        between_steps("computing the curvature")
+    at_each_batch = partial(between_steps, "evaluating")
 
     def sharpness() -> dict[str, float]:
         """On all ranks alike, so that none waits in a collective for the first one to have it."""
@@ -140,7 +137,7 @@ def train(
             inputs,
             targets,
             samples_at_once=at_once,
-            on_product=computing_curvature,
+            on_product=partial(between_steps, "computing the curvature"),
         )
         return {"hessian_eigenvalue": eigenvalue}
 
@@ -241,7 +238,7 @@ def train(
             # of the samples since the last start; unknown if it came after the epoch's last one
             "train_loss": loss_sum / count if count else math.nan,
             "train_top1": 100 * correct_sum / count if count else math.nan,
-            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, evaluating),
+            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, at_each_batch),
             **facts,
             "num_nodes": candidate.num_nodes,
             "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
