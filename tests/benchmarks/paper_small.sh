@@ -35,6 +35,7 @@ fi
 
 hosts_a_gpu=1 at_once=4
 settings=(cluster=slurm cluster.gpus_per_node=1 cluster.poll_interval_s=2 cluster.network_interface=eth0 "data.root=$work/data")
+settings+=(cluster.resubmit_cancelled=true)  # those that the `scancel` below ended in the part before
 if [ "$kind" = times ]; then
   settings+=(grid.max_nodes=2 profiling=packed)
 else
