@@ -35,7 +35,7 @@ def test_on_a_terminal_the_jobs_and_the_time_left_are_shown():
     display = Display(Console(file=screen, force_terminal=True, width=100, color_system=None))
     display.jobs("profiling", [look(QueueState.running)], 1, 4, 90.0)
     display.close()
-    for words in ("profile on 2 nodes, batch 64 a rank", "running", "profiling: 1 of 4 measured, about 90 s left"):
+    for words in ("profile on 2 nodes, batch 64 a rank", "running", "profiling: 1 of 4 done, about 90 s left"):
         assert words in screen.getvalue()
 
 

@@ -62,10 +62,14 @@ def test_a_rank_alone_needs_less() -> None:
 
 @pytest.mark.parametrize("nodes", [(1,), (4,)])
 def test_one_kind_of_ranks_tells_no_difference(nodes: tuple[int, ...]) -> None:
-    """Where only ranks alone, or only ranks among several, were measured, one line holds for all."""
+    """Where only ranks alone, or only ranks among several, were measured, one line holds for all, and a batch that ran
+    out of memory pulls it up."""
     fit = fit_memory(kinds(*nodes))
-    assert fit.alone_less_gib == 0.0
-    assert fit.predict(64, True) == fit.predict(64, False)
+    ran_out = fit_memory(kinds(*nodes).assign(limit_gib=12.0), oom_batches=[160])
+    for one in (fit, ran_out):
+        assert one.alone_less_gib == 0.0
+        assert one.predict(64, True) == one.predict(64, False)
+    assert float(ran_out.predict(160)) > float(fit.predict(160))
 
 
 def test_a_rank_alone_never_counts_as_needing_more() -> None:

@@ -34,6 +34,7 @@ class Told(LocalScheduler):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
+        self.file_lag_s = settings.cluster.file_lag_s
         self.seen = Seen(QueueState.running)
         self.cancelled: list[str] = []
         self.requests: list[JobRequest] = []
@@ -113,6 +114,37 @@ def bench(tiny_settings: Callable[..., Settings], run_folder: RunFolder) -> Call
     return lambda *overrides: Bench(
         tiny_settings("cluster.file_lag_s=0", "grid.max_batch_per_rank=128", *overrides), run_folder
     )
+
+
+@pytest.mark.parametrize("first", [None, "lost", "terminated"])
+def test_a_cause_that_the_file_system_shows_late_is_waited_for(bench: Callable[..., Bench], first: str | None):
+    """The job has failed, and what a rank said of it comes after another's words, or after none."""
+    one = bench("cluster.file_lag_s=60")
+    (attempt,) = one.submit(LARGE)
+    one.begin(attempt)
+    folder = one.run.attempt(attempt.job, attempt.number)
+    if first is not None:
+        write_json(folder.rank_error(1), {"kind": first, "message": first, "rank": 1, "time": 1.0})
+    one.look(QueueState.failed)
+    assert one.verdict(LARGE) is None
+    write_json(folder.rank_error(0), {"kind": "cuda_oom", "message": "no room", "rank": 0, "time": 0.0})
+    one.look()
+    assert one.verdict(LARGE) is Verdict.cuda_oom
+
+
+def test_a_cause_that_never_comes_is_not_waited_for_longer(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+):
+    """After `cluster.file_lag_s` what is there decides; where nothing began, nothing is waited for."""
+    one = bench("cluster.file_lag_s=60")
+    attempt, _ = one.submit(SMALL, LARGE)
+    one.begin(attempt)
+    one.look(QueueState.failed)
+    assert (one.verdict(SMALL), one.verdict(LARGE)) == (None, Verdict.failed)
+    now = jobs_module.time.monotonic()
+    monkeypatch.setattr(jobs_module.time, "monotonic", lambda: now + 61)
+    one.look()
+    assert one.verdict(SMALL) is Verdict.failed
 
 
 def hang(one: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

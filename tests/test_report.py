@@ -20,7 +20,7 @@ from browser import open_browser, show
 from tula_hpc import methods
 from tula_hpc.candidates import Candidate
 from tula_hpc.config import Gate, MethodKind, OptimizerKind, SearchMode, Settings, to_plain
-from tula_hpc.control.journal import Attempt, Journal
+from tula_hpc.control.journal import Attempt, Journal, Successor
 from tula_hpc.control.verdicts import Verdict
 from tula_hpc.display import Display
 from tula_hpc.errors import RecordError
@@ -346,14 +346,23 @@ def test_smaller_batch_after_oom_is_told(tmp_path: Path) -> None:
     begin(run, settings)
     profile(run, settings)
     chosen = choose(run, settings)["global_batch"]
-    journal, attempt = Journal(run.journal), Attempt("train", 1, "tag", 64, 2)
-    journal.intend(attempt)
-    journal.concluded(attempt, Verdict.cuda_oom, "no room for 2 GiB")
+    journal, slow = Journal(run.journal), Attempt("train", 1, "tag", 64, 2)
+    journal.intend(slow)  # moved to other nodes, which says nothing of the batch
+    journal.ending(slow, Verdict.replanned, "", Successor(2, 64, 1.0, "n7"))
+    journal.concluded(slow, Verdict.replanned, "")
+    for number, batch, end, why in (
+        (2, 64, Verdict.cuda_oom, "no room for 2 GiB"),
+        (3, 32, Verdict.host_oom, "killed by the host"),  # more of the host's memory, and the same batch
+        (4, 32, Verdict.success, ""),
+    ):
+        attempt = Attempt("train", number, "tag", batch, 2)
+        journal.intend(attempt)
+        journal.concluded(attempt, end, why)
     train(run, settings, epochs=6, relaunched_at=1)
     write_report(run)
     text = read(run).text
     assert f"Chosen was a global batch of {chosen}; in the end the training used {chosen // 2}." in text
-    assert "no room for 2 GiB" in text
+    assert "went on with a smaller batch: no room for 2 GiB" in text
     deviation = re.search(r"predicted [\d.]+ ms: ([\d.]+) % slower", text)
     assert deviation is not None
     assert float(deviation[1]) == pytest.approx(6, abs=3)

@@ -309,6 +309,25 @@ def test_the_sites_flag_says_what_is_billed(monkeypatch: pytest.MonkeyPatch, fla
     assert billed() == what
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["cluster.partition='gpu,large'"], None),
+        (["cluster.partition='gpu,none'"], "'gpu,none', which this cluster does not have (none); it has gpu: 4 nodes"),
+        (["cluster.partition=gpu"], "partition gpu has 4 nodes"),
+        (["cluster.partition='gpu,large'", "pricing=service_units"], "cluster.partition names several"),
+    ],
+)
+def test_several_partitions_may_be_asked_for(
+    command: Callable[..., Path], tiny_settings: Callable[..., Settings], overrides: list[str], words: str | None
+):
+    """With commas between, as sbatch takes them; the largest bounds the nodes."""
+    command("sinfo", "gpu*|4|1:00:00\nlarge|8|1:00:00\n")
+    problems = slurm_commands.check_site(tiny_settings("cluster=slurm", "grid.max_nodes=8", *overrides))
+    assert len(problems) == (words is not None)
+    assert all(words in problem for problem in problems if words)
+
+
 def test_weights_that_the_settings_leave_open_are_refused_before_anything_is_submitted(
     monkeypatch: pytest.MonkeyPatch, tiny_settings: Callable[..., Settings]
 ):

@@ -33,6 +33,16 @@ def test_a_point_is_the_slowest_rank_of_each_step(attempt: AttemptFolder):
     assert point["global_batch"] == 128
 
 
+def test_a_machine_whose_limit_cannot_be_read_has_points(
+    attempt: AttemptFolder, rank_meta: Callable[..., dict[str, Any]]
+):
+    """As on macOS: the limit is unknown, or that of the ranks that know theirs."""
+    assert read_point(attempt, CANDIDATE)["limit_gib"] == 8.0
+    for rank, limit in ((0, 8.0), (1, None)):
+        write_rank(attempt, rank, FAST, rank_meta(memory={**rank_meta()["memory"], "limit_gib": None}))
+        assert read_point(attempt, CANDIDATE)["limit_gib"] == limit
+
+
 def spoil_csv(attempt: AttemptFolder) -> None:
     attempt.rank_csv(1).write_text(attempt.rank_csv(1).read_text()[:-20])
 

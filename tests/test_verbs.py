@@ -307,6 +307,26 @@ def test_logs_are_of_the_rank_that_failed_first(run_folder: RunFolder):
         assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("job", "verdict", "failed"),
+    [
+        ("profile/n001-b00032", Verdict.cuda_oom, False),
+        ("profile/n001-b00032", Verdict.timeout, True),
+        ("train", Verdict.replanned, False),
+        ("train", Verdict.cuda_oom, True),
+    ],
+)
+def test_an_end_that_the_run_goes_on_after_is_no_failure(
+    run_folder: RunFolder, job: str, verdict: Verdict, failed: bool
+):
+    """A batch that does not fit is an answer, and a training that was moved is to go on."""
+    planned(run_folder)
+    journal, attempt = Journal(run_folder.journal), Attempt(job, 1, "tag", 32, 1)
+    journal.intend(attempt)
+    journal.concluded(attempt, verdict, "")
+    assert stage(run_folder, False).startswith("failed") == failed
+
+
 def test_the_stage_of_a_run_is_read_from_its_files(run_folder: RunFolder):
     """From planned to finished, each file moves a run one word on."""
     seen = [stage(run_folder, False)]

@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    if seconds >= 1 or seconds == 0:
+    if seconds >= 0.9995 or seconds == 0:  # else rounding makes it 1000 ms
         return f"{seconds:.3g} s"
     return f"{seconds * 1000:.3g} ms"
 
@@ -117,7 +117,7 @@ class Display:
     def jobs(self, title: str, looks: list[Look], done: int, total: int, seconds_left: float | None) -> None:
         """The jobs in the queue and how far the stage is."""
         left = "" if seconds_left is None or done == total else f", about {duration(seconds_left)} left"
-        self._show(looks, f"{title}: {done} of {total} measured{left}", done, total)
+        self._show(looks, f"{title}: {done} of {total} done{left}", done, total)
 
     def training(
         self, looks: list[Look], progress: dict[str, Any], last_line: list[dict[str, Any]], drift: str = ""

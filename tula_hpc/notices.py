@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tula_hpc import methods
@@ -16,10 +17,16 @@ if TYPE_CHECKING:
 def relaunch_notice(records: Records) -> str:
     """A strip that says so when the training did not use what was chosen."""
     chosen, used = records.selection, records.trained_with()
-    moved = any(a.successor is not None for a in records.attempts)
-    if chosen is None or not used or moved or chosen["global_batch"] == used["global_batch"]:
+    if chosen is None or not used or chosen["global_batch"] == used["global_batch"]:
         return ""
-    reasons = [a.reason for a in records.attempts if a.job == "train" and a.verdict and a.verdict.out_of_memory]
+    trainings = [a for a in records.attempts if a.job == "train"]
+    reasons = [
+        attempt.reason
+        for attempt, following in pairwise(trainings)
+        if attempt.verdict and attempt.verdict.out_of_memory and following.batch_per_rank < attempt.batch_per_rank
+    ]
+    if not reasons and any(a.successor is not None for a in trainings):
+        return ""  # another notice says where it was moved to
     because = f" The training ran out of memory and went on with a smaller batch: {reasons[-1]}" if reasons else ""
     text = (
         f"Chosen was a global batch of {chosen['global_batch']}; in the end the training used {used['global_batch']}."
@@ -32,7 +39,8 @@ def method_notice(records: Records) -> str:
     used = records.trained_with() or records.selection
     if used is None:
         return ""
-    ranks = used["num_nodes"] * records.settings.cluster.ranks_per_node
+    node_type = (records.selection or {}).get("node_type", "")
+    ranks = used["num_nodes"] * records.settings.of_type(node_type).cluster.ranks_per_node
     return "".join(
         f'<div class="notice">{escape(sentence(note))}.</div>'
         for note in methods.notes(records.settings, used["global_batch"], ranks)

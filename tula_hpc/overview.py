@@ -16,8 +16,9 @@ from tula_hpc.errors import RecordError
 from tula_hpc.models.words import three_digits
 from tula_hpc.runs import RunFolder, read_json
 
-# Ends of a job that the run goes on after.
-_HARMLESS = ("success", "skipped")
+# Ends of a job that the run goes on after; of a measurement also that the batch does not fit.
+_HARMLESS = ("success", "skipped", "replanned")
+_TOO_LARGE = ("cuda_oom", "host_oom")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ def stage(run: RunFolder, controlled: bool) -> str:
         return "cancelled"
     if controlled:
         return where
-    return f"failed: {where}" if _last_verdict(run) not in (None, *_HARMLESS) else where
+    job, verdict = _last_verdict(run)
+    harmless = (None, *_HARMLESS) if job == "train" else (None, *_HARMLESS, *_TOO_LARGE)
+    return where if verdict in harmless else f"failed: {where}"
 
 
 def _where(run: RunFolder) -> str:
@@ -109,11 +112,12 @@ def _where(run: RunFolder) -> str:
     return f"profiling {ended}/{intended}" if intended else "planned"
 
 
-def _last_verdict(run: RunFolder) -> str | None:
-    """How the newest job ended; None if none has, or a newer one was begun."""
+def _last_verdict(run: RunFolder) -> tuple[str, str | None]:
+    """The newest job, and how it ended; None if none has, or a newer one was begun."""
     events = [p for p in run.journal.glob("[0-9]*.json") if p.stem.partition("-")[2] in ("intent", "verdict")]
     newest = max(events, default=None)
-    return None if newest is None else _read(newest).get("verdict")
+    event = {} if newest is None else _read(newest)
+    return event.get("job", ""), event.get("verdict")
 
 
 def is_in_good_hands(run: RunFolder) -> bool:

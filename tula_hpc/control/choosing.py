@@ -54,7 +54,7 @@ def _fitted_of_type(settings: Settings, usable: list[dict[str, Any]], out_of_mem
     """Both step-time forms and the memory model of one type of node."""
     table = pd.DataFrame(usable).drop(columns=["hosts"])
     memory = fit_memory(table, out_of_memory, on_gpus=settings.cluster.gpus_per_node > 0)
-    fraction, limit = settings.memory_fraction, float(table["limit_gib"].min())
+    fraction, limit = settings.memory_fraction, float(pd.to_numeric(table["limit_gib"]).min())
     return {
         "step_time": {
             form: fit_step_time(table, form, settings.search.collective.name).to_dict()

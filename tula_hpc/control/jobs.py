@@ -323,10 +323,9 @@ class Jobs:
         evidence = self._evidence(attempt, seen)
         passed_over = None if evidence.started else self._passed_over(attempt)
         first_seen = self._unheard_since.setdefault(attempt.key, time.monotonic())
-        files_may_come = evidence.queue in (QueueState.completed, QueueState.absent) and not evidence.rank_errors
         ended_by_us = attempt.ending is not None and attempt.job_id is not None
         known = evidence.complete or passed_over is not None or ended_by_us
-        if files_may_come and not known and time.monotonic() - first_seen < self._scheduler.file_lag_s:
+        if evidence.cause_may_come and not known and time.monotonic() - first_seen < self._scheduler.file_lag_s:
             return None
         verdict, reason = passed_over or conclude(evidence)
         cancelled_meanwhile = attempt.ending is Verdict.replanned and verdict is Verdict.cancelled

@@ -14,6 +14,7 @@ to the next one either no move, which is offered again, or a move whose measurem
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -237,7 +238,8 @@ class Moving:
         point, there = self.jobs.point(probe), self.jobs.candidate(probe)
         fit = fit_of(read_json(self.run.fit), there.node_type)
         constant_gib = MemoryFit.from_dict(fit["memory"]).constant_gib(alone=there.world_size == 1)
-        usable = usable_gib(point["limit_gib"], fit["memory_fraction"], constant_gib)
+        limit_gib = math.inf if point["limit_gib"] is None else point["limit_gib"]
+        usable = usable_gib(limit_gib, fit["memory_fraction"], constant_gib)
         return point["allocator_retries"] == 0 and point["memory_gib"] <= usable
 
     def _at_least(self, there: Candidate) -> list[Candidate]:

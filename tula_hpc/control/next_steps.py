@@ -121,9 +121,9 @@ class NextSteps:
                 return candidate, memory_gib
             if Verdict.host_oom not in self.jobs.too_large(last.node_type):
                 raise TulaError(
-                    f"the training was killed for lack of host memory ({last.reason}), and there is no more to ask "
-                    "for; a smaller batch would not help its GPUs. Set cluster.memory_gib, raise "
-                    "cluster.max_memory_gib, or lower data.loader_workers"
+                    f"the training was killed for lack of host memory ({last.reason}), and more is not known to be "
+                    "there; a smaller batch would not help its GPUs. Raise cluster.max_memory_gib (without it, what "
+                    "Slurm tells of the nodes is the limit) or cluster.memory_gib, or lower data.loader_workers"
                 )
         if last.verdict is not None and last.verdict.out_of_memory:
             return self._next_smaller(candidate, last.reason), self.jobs.allowed_gib(last)

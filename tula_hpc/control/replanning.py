@@ -252,6 +252,8 @@ class Replanning:
             for a in self.journal.state().of(TRAIN)
             if a.verdict is not None and a.verdict in self.jobs.too_large(a.node_type)
         }
+        if left <= 0:
+            return None, "Nothing of the training is left."
         epochs = left / settings.train_samples
         table = predicted_on(settings, running.node_type, fits, price, drifted=fit, epochs=epochs, ran_out=ran_out)
         probed = self.moving.probed(attempt)

@@ -152,13 +152,15 @@ class Partition:
 def partitions() -> dict[str, Partition]:
     """The partitions by name; empty if Slurm does not answer."""
     found = {}
-    for name, nodes, limit in rows(answer_of("sinfo", "--noheader", "--summarize", "--format=%P|%D|%l") or "", 3):
+    answer = answer_of("sinfo", "--noheader", "--all", "--summarize", "--format=%P|%D|%l")  # --all: hidden ones as well
+    for name, nodes, limit in rows(answer or "", 3):
         found[name.rstrip("*")] = Partition(int(nodes), limit, name.endswith("*"))
     return found
 
 
 def partition_used(cluster: ClusterSettings, offered: Mapping[str, Partition]) -> str | None:
-    """The partition that is asked for, or the cluster's default one; None if there is neither."""
+    """The partition that is asked for (or several, with commas between), or the cluster's default one; None if there is
+    neither."""
     return cluster.partition or next((name for name, partition in offered.items() if partition.is_default), None)
 
 
@@ -230,15 +232,21 @@ def _check_nodes(settings: Settings, there: Mapping[str, Partition]) -> list[str
     """The same for one type of node."""
     cluster, problems = settings.cluster, []
     offered = "; ".join(f"{name}: {p.num_nodes} nodes, time limit {p.time_limit}" for name, p in there.items())
-    if cluster.partition is not None and cluster.partition not in there:
+    name = partition_used(cluster, there)
+    names = [] if name is None else name.split(",")
+    if unknown := [each for each in names if each not in there]:
+        which = "" if len(names) == 1 else f" ({', '.join(unknown)})"
         problems.append(
-            f"cluster.partition is {cluster.partition!r}, which this cluster does not have; it has {offered}"
+            f"cluster.partition is {cluster.partition!r}, which this cluster does not have{which}; it has {offered}"
         )
-    elif (name := partition_used(cluster, there)) is not None:
-        largest = max(c.num_nodes for c in settings.grid_candidates())
-        if largest > there[name].num_nodes:
+    elif names:
+        largest, available = (
+            max(c.num_nodes for c in settings.grid_candidates()),
+            max(there[n].num_nodes for n in names),
+        )
+        if largest > available:
             problems.append(
-                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {there[name].num_nodes} nodes; "
+                f"grid.max_nodes is {settings.grid.max_nodes} and partition {name} has {available} nodes; "
                 f"lower grid.max_nodes or choose another cluster.partition ({offered})"
             )
     else:
@@ -253,6 +261,9 @@ def _check_billing(settings: Settings) -> list[str]:
         return []
     from tula_hpc.prices import service_units
 
+    if "," in (settings.cluster.partition or ""):
+        several = f"cluster.partition names several ({settings.cluster.partition}), which may charge differently"
+        return [f"pricing.billing_weights is null and {several}; give weights, or one partition"]
     weights = billing_weights(settings.cluster)
     if weights is None:
         return ["pricing.billing_weights is null and `scontrol show partition` does not answer; give weights, or wait"]

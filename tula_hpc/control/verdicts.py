@@ -146,6 +146,16 @@ class Evidence:
     was_suspended: bool = False
     """Its job was seen suspended."""
 
+    @property
+    def cause_may_come(self) -> bool:
+        """Whether a file that is not visible yet may tell why it ended: neither queue nor log nor a rank has told."""
+        silent = self.queue in (QueueState.completed, QueueState.absent)
+        silent |= self.queue is QueueState.failed and self.started and not KILLED_FOR_MEMORY.search(self.log_tail)
+        return silent and all(error.kind in _OF_ANOTHERS_END for error in self.rank_errors)
+
+
+_OF_ANOTHERS_END = ("waited", "lost", "terminated")
+
 
 def conclude(evidence: Evidence) -> tuple[Verdict, str]:
     """The verdict and the sentence that explains it. The files decide; the queue only where they are silent."""

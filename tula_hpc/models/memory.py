@@ -275,7 +275,8 @@ def fit_memory(table: pd.DataFrame, oom_batches: Sequence[int] = (), on_gpus: bo
         total = _split_one_batch(float(total.at(batch[0])), float(batch[0]), part_lines)
     elif oom is not None and limit is not None and total.at(oom) < limit:
         # One-sided least squares: a censored point counts only where the line contradicts it, with the limit as value.
-        total, less = _fit_both_kinds(np.append(batch, oom), np.append(memory, limit), np.append(alone, False))
+        # It is of ranks among several, unless only ranks alone were measured: then nothing tells the kinds apart.
+        total, less = _fit_both_kinds(np.append(batch, oom), np.append(memory, limit), np.append(alone, alone.all()))
     residuals = memory - total.at(batch) + np.where(alone, less, 0.0)
     freedom = max(len(memory) - (1 if one_batch else 2) - (1 if less > 0 else 0), 0)
     return MemoryFit(

@@ -6,6 +6,7 @@ On a GPU that is device memory: what the allocator reserved, and what lies outsi
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from typing import Any
 
@@ -51,7 +52,8 @@ class MemoryMeter:
                 what is left of the peak.
 
         Returns:
-            memory_gib, limit_gib (what of the device others do not hold), allocator_retries, and the parts:
+            memory_gib, limit_gib (what of the device others do not hold, None if unknown),
+            allocator_retries, and the parts:
 
             param, grad, optimizer, ags, batch   tensors, counted
             bucket       a second copy of the gradients that DDP may keep
@@ -95,7 +97,7 @@ class MemoryMeter:
             used += loader
         return {
             "memory_gib": used / GIB,
-            "limit_gib": limit / GIB,
+            "limit_gib": limit / GIB if math.isfinite(limit) else None,
             "parts": {f"{name}_gib": size / GIB for name, size in parts.items()},
             "allocator_retries": retries,
             **seen,

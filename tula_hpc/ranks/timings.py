@@ -66,7 +66,8 @@ def read_rank(attempt: AttemptFolder, rank: int) -> tuple[list[dict[str, float]]
         raise RecordError(f"{path} does not hold the steps 0 to {meta['rows'] - 1}, each once")
     memory = meta["memory"]
     for key, value in {"memory_gib": memory["memory_gib"], "limit_gib": memory["limit_gib"], **memory["parts"]}.items():
-        if not 0 <= value < math.inf:
+        known = value is not None or key != "limit_gib"  # no limit can be read on macOS, say
+        if known and not 0 <= value < math.inf:
             raise RecordError(f"{attempt.rank_json(rank)}: memory {key} is {value}, which is no amount of memory")
     for key in ("compute_step_s", "allreduce_s"):
         if not 0 <= meta[key] < math.inf:
@@ -107,6 +108,7 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
     if len({meta["rows"] for meta in metas}) != 1:
         raise RecordError(f"{attempt.path}: the ranks timed different numbers of steps")
     fullest = max(metas, key=lambda meta: meta["memory"]["memory_gib"])["memory"]
+    limits = [meta["memory"]["limit_gib"] for meta in metas]
     steps = range(metas[0]["rows"])
 
     def per_step(column: str, over_ranks: Any) -> float:
@@ -124,7 +126,7 @@ def read_point(attempt: AttemptFolder, candidate: Candidate) -> dict[str, Any]:
         "allreduce_s": max(meta["allreduce_s"] for meta in metas),
         "memory_gib": fullest["memory_gib"],
         **{part: fullest["parts"][part] for part in MEMORY_PARTS if part in fullest["parts"]},
-        "limit_gib": min(meta["memory"]["limit_gib"] for meta in metas),
+        "limit_gib": min((limit for limit in limits if limit is not None), default=None),
         "allocator_retries": max(meta["memory"]["allocator_retries"] for meta in metas),
         "gradient_mib": metas[0]["gradient_bytes"] / 2**20,
         "hosts": sorted({meta["host"] for meta in metas}),
