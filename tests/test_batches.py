@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from tula_hpc.candidates import Candidate
 from tula_hpc.config import Settings
 from tula_hpc.display import accuracy_or_loss
 from tula_hpc.errors import TulaError
-from tula_hpc.ranks import batches
+from tula_hpc.ranks import batches, workloads
 from tula_hpc.ranks.launch import Rank
 from tula_hpc.ranks.profiling import profile
 from tula_hpc.ranks.signs import EarlyWarning, Heartbeat
@@ -70,6 +71,39 @@ def test_a_model_of_two_arguments_is_told_how_it_is_called():
 def test_outputs_that_are_no_tensor_are_refused_where_classes_are_counted():
     with pytest.raises(TulaError, match=r"returned a dict .* a tensor of shape \(batch, classes"):
         batches.forward(lambda inputs: {"logits": 1}, nn.CrossEntropyLoss(), None, torch.zeros(8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (torch.nn.functional.cross_entropy, None),
+        (torch.nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \(8,\)"),
+        (lambda *_: 1.0, "a float"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_is_refused(loss: Any, words: str | None):
+    targets = torch.zeros(8, dtype=torch.int64)
+    if words is None:
+        assert batches.forward(lambda inputs: torch.zeros(8, 2), loss, None, targets)[1].dim() == 0
+        return
+    with pytest.raises(TulaError, match=f"workload.loss gave {words}; let it give one number"):
+        batches.forward(lambda inputs: torch.zeros(8, 2), loss, None, targets)
+
+
+@pytest.mark.parametrize(
+    ("part", "target", "words"),
+    [
+        ("model", "builtins.dict", "workload.model, builtins.dict, gives a dict; let it give a torch.nn.Module"),
+        ("model", "torch.nn.ReLU", "without a parameter that requires gradients"),
+        ("dataset", "types.SimpleNamespace", "gives a SimpleNamespace; let it give a data set with __len__"),
+        ("dataset", "builtins.dict", "the data set holds 2; set workload.train_samples=2"),
+    ],
+)
+def test_what_a_factory_gives_is_told_by_its_setting(tiny_settings: Make, part: str, target: str, words: str):
+    settings = tiny_settings()
+    setattr(settings.workload, part, {"_target_": target})
+    with pytest.raises(TulaError, match=re.escape(words)):
+        workloads.build_model(settings) if part == "model" else workloads.build_dataset(settings, train=True)
 
 
 class Pairs(Dataset[Any]):

@@ -113,11 +113,68 @@ def test_status_and_report_speak_of_a_run(tmp_path: Path, smallest: list[str]):
 
 
 def test_a_sweep_runs_every_value_and_survives_a_failing_one(tmp_path: Path, smallest: list[str]):
-    """Multirun makes one run a value; one that cannot work does not end the others."""
-    answer = tula(tmp_path, *smallest, "-m", "training.lr=0.1,-1,0.2")
+    """Multirun makes one run a value; one that fails does not end the others."""
+    (tmp_path / "mine.py").write_text("def net(**_):\n    raise ValueError('my own bug')\n")
+    nets = "workload.model._target_=tula_hpc.ranks.workloads.small_cnn,mine.net,tula_hpc.ranks.workloads.small_cnn"
+    answer = tula(tmp_path, *smallest, "-m", nets)
     assert answer.returncode == 1
     assert answer.stdout.count("run folder: ") == 2
+    assert "my own bug" in answer.stderr
+
+
+def test_a_mistake_in_one_run_of_a_sweep_is_told_before_the_first_begins(tmp_path: Path, smallest: list[str]):
+    """As for one run: nothing is submitted, and the code is that of a wrong command."""
+    answer = tula(tmp_path, *smallest, "-m", "training.lr=0.1,-1")
+    assert answer.returncode == 2
     assert "training.lr is -1" in answer.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [("os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11 (SIGSEGV)"), ("os._exit(7)", "with exit code 7")],
+    ids=["signal", "exit"],
+)
+def test_a_process_that_ends_without_a_word_is_told_by_its_end(
+    tmp_path: Path, smallest: list[str], body: str, words: str
+):
+    """Such as a crash in compiled code: what the system knows of it stands with the error and in the log."""
+    (tmp_path / "mine.py").write_text(f"import os, signal\n\n\ndef net(**_):\n    {body}\n")
+    answer = tula(tmp_path, *smallest, "workload.model._target_=mine.net")
+    assert answer.returncode == 1
+    assert words in answer.stderr
+    (log,) = tmp_path.glob("runs/*/profile/*/attempt-1/rank-0000.log")
+    assert words in log.read_text()
+
+
+def test_what_is_deleted_of_a_finished_run_is_made_again(tmp_path: Path, smallest: list[str]):
+    """Settings, plan and choice, without a measurement or a training."""
+    run = finished_run(tula(tmp_path, *smallest))
+    attempts = len(Journal(run.journal).state().attempts)
+    for path in (run.selection, run.plan, run.config):
+        path.unlink()
+        again = tula(tmp_path, *smallest)
+        assert finished_run(again).path == run.path
+        assert path.exists()
+        assert "trained 1 epochs" in again.stdout
+    assert len(Journal(run.journal).state().attempts) == attempts
+
+
+def test_a_run_whose_settings_were_edited_goes_on_nowhere(tmp_path: Path, smallest: list[str]):
+    """What its folder holds are results of the settings it was begun with; the command writes those anew."""
+    assert tula(tmp_path, *smallest, "until=choice").returncode == 0
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    whole = config.read_text()
+    for spoilt in (whole.replace("lr: 0.05", "lr: 0.0001"), whole[: len(whole) // 2]):
+        assert spoilt != whole
+        config.write_text(spoilt)
+        (config.parent / "untrained").unlink(missing_ok=True)
+        answer = tula(tmp_path, "attach", config.parent.name)
+        assert answer.returncode == 1
+        assert "config.yaml is not whole, or was edited; delete it and give the command" in answer.stderr
+    config.unlink()
+    assert tula(tmp_path, *smallest, "until=choice").returncode == 0
+    assert config.read_text() == whole
 
 
 def running_ranks(folder: Path) -> list[str]:
@@ -235,6 +292,8 @@ def test_two_controllers_do_not_share_a_run(tmp_path: Path, smallest: list[str])
         (["settings", "grit"], "no setting begins with"),
         (["grid.max_node=3"], "did you mean grid.max_nodes"),
         (["--config-dir", "nowhere"], "not a folder"),
+        (["training.epochs=1", "--config-dir"], "not a folder"),
+        (["training.epochs=1", "plan"], "'plan' is not key=value; a command, such as plan, stands first"),
     ],
 )
 def test_a_wrong_command_is_answered_in_one_message(tmp_path: Path, arguments: list[str], words: str):

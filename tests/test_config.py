@@ -214,6 +214,13 @@ def test_each_rule_names_key_value_limit_and_way_out(
         assert word in problem
 
 
+def test_more_cores_for_a_rank_than_there_are_is_refused(tiny_settings: Callable[..., Settings]):
+    """On this machine; another may have them."""
+    (problem,) = check(tiny_settings("cluster=local", "cluster.cpus_per_rank=4000"))
+    assert re.fullmatch(r"cluster.cpus_per_rank is 4000 and this machine has \d+ cores; lower it", problem)
+    assert check(tiny_settings("cluster=slurm", "cluster.cpus_per_rank=4000")) == []
+
+
 def test_more_local_gpus_than_there_are_is_refused(tiny_settings: Callable[..., Settings]):
     """A grid that needs more GPUs than this machine has is not started."""
     (problem,) = check(

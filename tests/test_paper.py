@@ -15,13 +15,14 @@ import pytest
 from tests.benchmarks import accuracy_table
 from tests.benchmarks.claims import measured
 from tula_hpc.composition import compose
+from tula_hpc.display import Display
 from tula_hpc.errors import ConfigError
 from tula_hpc.paper import accuracy, claims, drawing, timing
-from tula_hpc.paper.command import RESULTS, markdown
+from tula_hpc.paper.command import RESULTS, markdown, write
 from tula_hpc.paper.findings import candidates
 from tula_hpc.paper.published import CLAIMS
 from tula_hpc.paper.running import Runs, name_of
-from tula_hpc.paper.scales import PAPER, SCALES, SMALL, Scale, scale_of
+from tula_hpc.paper.scales import PAPER, SCALES, SMALL, SMOKE, Scale, scale_of
 from tula_hpc.runs import RunFolder, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,38 @@ def test_results_of_a_real_run(name: str, tmp_path: Path):
     assert findings.panels
     assert findings.claims.keys() <= {claim.key for claim in CLAIMS}
     assert len(findings.claims) >= 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "largest", "verdict"),
+    [
+        (1024, 8192, "holds"),
+        (4096, 8192, "holds"),
+        (512, 8192, "elsewhere here"),
+        (8192, 8192, "elsewhere here"),
+        (4096, 4096, "the grid ends too soon"),
+        (512, 512, "the grid ends too soon"),
+    ],
+)
+def test_the_verdict_on_a_batch_knows_where_the_grid_ends(batch: int, largest: int, verdict: str):
+    """The paper says 2048: alike within a factor of two; the largest one measured may stand for any larger one."""
+    assert claims.elsewhere(batch, 2048, largest=largest) == verdict
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(SMALL, "elsewhere here"), (SMOKE, "-")], ids=["small", "smoke"])
+def test_claims_of_ones_own_results_have_a_verdict(scale: Scale, verdict: str, tmp_path: Path):
+    """What `paper fig01` found is judged in `paper claims`, unless a tiny net stood for the models."""
+    result, display = RESULTS["fig01"], Display()
+    findings = result.find(scale, dict.fromkeys(result.runs(scale), H100))
+    findings.claims = {"plateau-resnet50": claims.Answer("512", "elsewhere here")}
+    write(result, scale, findings, tmp_path, display)
+    write_json(tmp_path / "old.json", {"claims": {"gap": "from a version that gave none"}})
+    table = claims.own_table(claims.own(tmp_path)).set_index("claim")
+    assert list(table.loc["batch from which the epoch time hardly falls, ResNet50", ["here", "verdict"]]) == [
+        "512", verdict,
+    ]  # fmt: skip
+    assert set(table.loc[table["here"].str.startswith("from a version"), "verdict"]) == {""}
+    assert f"| 512 | {verdict} |" in (tmp_path / "fig01.md").read_text(encoding="utf-8")
 
 
 def test_a_picture_can_be_drawn_again_from_its_record(tmp_path: Path):

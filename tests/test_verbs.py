@@ -346,6 +346,7 @@ def test_the_stage_of_a_run_is_read_from_its_files(run_folder: RunFolder):
     seen.append(stage(run_folder, False))
     write_json(run_folder.train_result, {})
     write_text(run_folder.report, "")
+    write_text(run_folder.config, "")
     seen.append(stage(run_folder, False))
     assert seen == [
         "not begun",

@@ -558,8 +558,14 @@ def _check_data(settings: Settings) -> list[str]:
 
 
 def _check_local(settings: Settings) -> list[str]:
-    """GPUs of this machine must be as many as the largest local candidate has ranks."""
-    if settings.cluster.kind is not ClusterKind.local or settings.cluster.gpus_per_node == 0:
+    """GPUs of this machine must be as many as the largest local candidate has ranks, and cores as many as one asks for:
+    CPU ranks may share them, as nodes that are only tried out."""
+    if settings.cluster.kind is not ClusterKind.local:
+        return []
+    cores, wanted = os.cpu_count() or 1, settings.cluster.cpus_per_rank
+    if wanted > cores:
+        return [f"cluster.cpus_per_rank is {wanted} and this machine has {cores} cores; lower it"]
+    if settings.cluster.gpus_per_node == 0:
         return []
     largest = max((c.world_size for c in settings.grid_candidates()), default=0)
     present = count_local_gpus()

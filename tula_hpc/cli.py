@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tula_hpc import __version__, verbs
+from tula_hpc.checks import check
 from tula_hpc.composition import compose, compose_each, is_plain, sweep
 from tula_hpc.config import ClusterKind, Settings, conf_dir
 from tula_hpc.display import Display
@@ -150,7 +151,7 @@ def _for_each_run(arguments: list[str], display: Display, act: Act) -> None:
     if is_plain(arguments):
         act(compose(arguments), _command(arguments), display)
         return
-    runs = _runs_of_sweep(arguments)
+    runs = _runs_of_sweep(arguments)  # refuses mistakes in any of them before the first begins
     one = _OneOfMany(act)
     compose_each(arguments, one)
     failed = one.failed
@@ -187,7 +188,7 @@ def _runs_of_sweep(arguments: list[str]) -> list[RunFolder]:
     """The folders of a sweep's runs, in its order.
 
     Raises:
-        ConfigError: If the settings of one of them cannot be composed; before Hydra begins with the first.
+        ConfigError: If the settings of one of them cannot be composed, or cannot work; before the first begins.
     """
     composed = [compose(each) for each in sweep(arguments)]
     if any(settings.cluster.kind is ClusterKind.auto for settings in composed):
@@ -195,4 +196,6 @@ def _runs_of_sweep(arguments: list[str]) -> list[RunFolder]:
         for settings in composed:
             if settings.cluster.kind is ClusterKind.auto:
                 settings.cluster.kind = kind
+    if problems := dict.fromkeys(problem for settings in composed for problem in check(settings)):
+        raise ConfigError(list(problems))
     return list(dict.fromkeys(folder_of(settings) for settings in composed))

@@ -38,7 +38,7 @@ def _without_config_dir(arguments: list[str]) -> tuple[list[str], str | None]:
     pending = iter(arguments)
     for argument in pending:
         if argument in ("--config-dir", "-cd"):
-            folder = next(pending, None)
+            folder = next(pending, "")
         elif argument.startswith("--config-dir="):
             folder = argument.split("=", 1)[1]
         else:
@@ -60,7 +60,7 @@ def compose(arguments: list[str]) -> Settings:
     from omegaconf.errors import OmegaConfBaseException
 
     overrides, folder = _without_config_dir(arguments)
-    if folder is not None and not Path(folder).expanduser().is_dir():
+    if folder is not None and not (folder and Path(folder).expanduser().is_dir()):
         raise ConfigError([f"--config-dir is {folder!r}, which is not a folder"])
     search = (
         [] if folder is None else [f"hydra.searchpath=[{_quoted(f'file://{Path(folder).expanduser().absolute()}')}]"]
@@ -120,7 +120,9 @@ def _is_unreadable(override: str) -> bool:
 
 def _quote_it(override: str) -> str:
     """How to give a value with signs that mean something to Hydra."""
-    key, _, value = override.partition("=")
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override!r} is not key=value; a command, such as plan, stands first"
     if value[:1] in ("[", "{"):
         return f"{override}: put what holds other signs than letters, digits and -_./:% between quotes of its own"
     wanted = value.strip("'\"").replace('"', '\\"')

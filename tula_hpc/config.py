@@ -8,6 +8,7 @@ run folder.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +18,7 @@ from typing import Any
 from tula_hpc.candidates import Candidate, candidate_grid, doublings
 from tula_hpc.errors import RecordError
 from tula_hpc.models.search import SearchMode
-from tula_hpc.runs import RunFolder
+from tula_hpc.runs import RunFolder, write_text
 
 
 class ClusterKind(Enum):
@@ -483,9 +484,9 @@ class TrainingSettings:
     lr: float = 0.01
     """Learning rate tuned for `method.small_batch`, before the first milestone."""
     optimizer: OptimizerKind = OptimizerKind.sgd
-    """`sgd`, or `adamw`: for `method=lbt` and `lrs_sqrt`, the rule of Adam's rate (arXiv 2205.10287). AdamW divides by
-    the size of the gradients, so under `ags_measured` and `ags_paper` it undoes the scaling; `ags`, `lars` and `polo`
-    refuse it."""
+    """`sgd`, or `adamw`: for `method=lbt`, `lrs_linear` and `lrs_sqrt`, the rule of Adam's rate (arXiv 2205.10287).
+    AdamW divides by the size of the gradients, so under `ags_measured` and `ags_paper` it undoes the scaling; `ags`,
+    `lars` and `polo` refuse it."""
     momentum: float = 0.9
     """For `sgd`, and for `method=lars`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -649,6 +650,21 @@ def _taken_as_it_is(value: Any) -> Any:
     return [_taken_as_it_is(part) for part in value] if isinstance(value, list) else value
 
 
+def write_settings(run: RunFolder, settings: Settings) -> None:
+    """Put the settings down in a run's folder, with a sum that tells when they are no longer these."""
+    import yaml
+
+    text = yaml.safe_dump(to_plain(settings), sort_keys=False)
+    write_text(run.config, f"{_sum_line(text)}\n{text}")
+
+
+_SUM = "# the settings of this run, sha256 "
+
+
+def _sum_line(text: str) -> str:
+    return _SUM + hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_settings(run: RunFolder) -> Settings:
     """The settings in a run's folder.
 
@@ -672,16 +688,23 @@ def read_plain_settings(run: RunFolder) -> dict[str, Any]:
     """What `to_plain` wrote into a run's folder, of whatever version.
 
     Raises:
-        RecordError: If it is torn or missing.
+        RecordError: If it is torn, missing or was edited: a run's results are those of the settings it was begun with.
     """
     import yaml
 
     try:
-        plain = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        text = run.config.read_text(encoding="utf-8")
+        first, _, rest = text.partition("\n")
+        plain = yaml.safe_load(text)
     except FileNotFoundError:
-        raise RecordError(f"{run.config} is missing") from None
+        raise RecordError(
+            f"{run.config} is missing; give the command that began the run again, which writes it anew"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError):
         plain = None
-    if not isinstance(plain, dict):
-        raise RecordError(f"{run.config} is not whole; give the command that began the run again, which writes it anew")
+    if not isinstance(plain, dict) or (first.startswith(_SUM) and first != _sum_line(rest)):
+        raise RecordError(
+            f"{run.config} is not whole, or was edited; delete it and give the command that began the run again, which "
+            "writes it anew (with other settings it begins another run)"
+        )
     return plain

@@ -100,7 +100,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path} is not whole ({error}); delete it and run the command again") from None
     if not isinstance(value, dict) or value.get("version") != FORMAT_VERSION:
         found = value.get("version") if isinstance(value, dict) else None
-        raise RecordError(f"{path} has format version {found}, this tula_hpc reads {FORMAT_VERSION}")
+        raise RecordError(
+            f"{path} has format version {found}, this tula_hpc reads {FORMAT_VERSION}; use the version that wrote it, "
+            "or delete it and run the command again"
+        )
     return value
 
 
@@ -210,7 +213,9 @@ class RunFolder:
     @property
     def is_finished(self) -> bool:
         """Whether the training has its result and the report was written after it; or none was wanted, and all else is
-        done."""
+        done. What a user deletes of it is made again."""
+        if not (self.config.exists() and self.plan.exists() and self.selection.exists()):
+            return False
         if self.untrained.exists():
             return True
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,17 @@ from tula_hpc.models.pricing import MemoryPrice
 from tula_hpc.models.search import SearchMode, next_round
 from tula_hpc.models.step_time import fit_step_time
 from tula_hpc.paper import claims, published
-from tula_hpc.paper.claims import MEASURED, Measured
+from tula_hpc.paper.claims import (
+    ALIKE,
+    LINEAR_PERCENT,
+    MEASURED,
+    Measured,
+    against,
+    elsewhere,
+    holds,
+    or_as_printed,
+    speedup,
+)
 from tula_hpc.paper.command import markdown
 from tula_hpc.paper.timing import against_nodes, plateau
 
@@ -33,10 +42,6 @@ DATA = Path(__file__).parents[1] / "data"
 README = DATA.parent.parent / "README.md"
 STEP_TIMES = DATA / "step-times" / "h100-10gbit.csv"
 PAPER_SMALL = DATA / "paper-small"
-CORRELATED = 0.5
-"""Rank correlation from which two things are said to go together."""
-ALIKE = 3.0
-"""Points of accuracy within which trainings end alike."""
 SAMPLES = {"resnet50": 1281167, "vgg11": 50000, "alexnet": 6941, "mobilenetv3": 24485}
 H100, H200 = "4 H100, 10 Gbit/s", "H200"
 TIMES = "synthetic images, TF32"
@@ -79,24 +84,24 @@ def _times() -> list[Measured]:
     for model, table in _tables().items():
         sizes = sorted(table["num_nodes"].unique())
         largest = table[table["num_nodes"] == sizes[-1]]
-        found.append(_row(f"plateau-{model}", f"{plateau(largest)} ({sizes[-1]} nodes)", "other hardware"))
+        flat = plateau(model, largest)
+        found.append(_row(f"plateau-{model}", f"{flat.here} ({sizes[-1]} nodes)", flat.verdict))
+        end = largest["global_batch"].max()
         knee = find_knee(largest)[1]["global_batch"]
-        at_least = "at least " if knee == largest["global_batch"].max() else ""
-        found.append(_row(f"knee-{model}", f"{at_least}{knee} ({sizes[-1]} nodes)", "other hardware"))
+        words = f"{'at least ' if knee == end else ''}{knee} ({sizes[-1]} nodes)"
+        found.append(_row(f"knee-{model}", words, elsewhere(knee, published.KNEE[model], largest=end)))
         paid = MemoryPrice(0.15).cost(largest["train_s"], sizes[-1], 1, largest["memory_gib"])
         cheapest = largest["global_batch"].iloc[int(np.argmin(paid))]
-        found.append(_row(f"memory-price-{model}", f"{cheapest} ({sizes[-1]} nodes)", "other hardware"))
+        verdict = elsewhere(cheapest, published.CHEAPEST_BY_MEMORY[model], largest=end)
+        found.append(_row(f"memory-price-{model}", f"{cheapest} ({sizes[-1]} nodes)", verdict))
         by_batch = largest.sort_values("global_batch")["train_s"]
-        speedup = by_batch.iloc[0] / by_batch.min()
-        words = f"{speedup:.2g}x (batch {largest['global_batch'].min()} against the fastest, {sizes[-1]} nodes)"
-        found.append(_row(f"speedup-{model}", words, "holds" if speedup >= published.SPEEDUP[model] else "less here"))
+        times = by_batch.iloc[0] / by_batch.min()
+        words = f"{times:.2g}x (batch {largest['global_batch'].min()} against the fastest, {sizes[-1]} nodes)"
+        found.append(_row(f"speedup-{model}", words, speedup(times, model)))
         if len(sizes) > 1 and 2 in sizes:
-            for key, words in against_nodes(model, table, sizes[-2], sizes[-1]).items():
-                found.append(_row(key, words, _OF_NODES[key]))
+            for key, answer in against_nodes(model, table, sizes[-2], sizes[-1]).items():
+                found.append(_row(key, *answer))
     return found
-
-
-_OF_NODES = {"fewer-nodes-faster": "hardly here", "weak-scaling": "holds"}
 
 
 def _memory() -> list[Measured]:
@@ -109,7 +114,7 @@ def _memory() -> list[Measured]:
             batch, gib = rows["batch_per_rank"].to_numpy(dtype=float), rows[part].to_numpy(dtype=float)
             off += list(100 * np.abs(np.polyval(np.polyfit(batch, gib, 1), batch) / gib - 1))
         words = f"a line is off by {np.median(off):.2g} % (median), {max(off):.2g} % at most"
-        found.append(_row(key, words, "holds" if np.median(off) < 5 else "not here"))
+        found.append(_row(key, words, holds(float(np.median(off)) < LINEAR_PERCENT)))
     return found
 
 
@@ -133,17 +138,13 @@ def _errors() -> list[Measured]:
         "memory-error": published.MEMORY_ERROR_PERCENT,
     }
     return [
-        _row(key, f"{min(values):.2g} to {max(values):.2g} %", _against(max(values), bounds[key]))
+        _row(key, f"{min(values):.2g} to {max(values):.2g} %", against(max(values), bounds[key]))
         for key, values in errors.items()
     ]
 
 
 def _median(told: object, seen: object) -> float:
     return float(np.median(100 * np.abs(np.asarray(told, dtype=float) / np.asarray(seen, dtype=float) - 1)))
-
-
-def _against(largest: float, bounds: tuple[float, float]) -> str:
-    return "closer here" if largest <= bounds[0] else "holds" if largest <= bounds[1] else "farther off here"
 
 
 def _trainings() -> list[dict[str, Any]]:
@@ -166,41 +167,20 @@ def _accuracies() -> list[Measured]:
     gained += f"; at small {shorter['gain']}"
     as_good += f"; at small {shorter['never-worse']}"
     return [
-        _accuracy("gap", words, setting, "holds"),
-        _accuracy("gain", gained, SMALL_DATA, _or_as_printed(gains["mean gain"] >= published.MEAN_GAIN)),
-        _accuracy("never-worse", as_good, SMALL_DATA, _or_as_printed(gains["at least lbt"] == gains["rows"])),
+        _accuracy("gap", words, setting, holds(plain[large] < plain[small] - ALIKE)),
+        _accuracy("gain", gained, SMALL_DATA, or_as_printed(dict(gains["mean gain"] >= published.MEAN_GAIN))),
+        _accuracy("never-worse", as_good, SMALL_DATA, or_as_printed(dict(gains["at least lbt"] == gains["rows"]))),
     ]
-
-
-_HOLDS: dict[str, Callable[[list[float]], bool]] = {
-    "small-batch-norms": lambda numbers: numbers[0] > 1,
-    "hessian": lambda numbers: numbers[0] >= CORRELATED,
-    "variability": lambda numbers: min(numbers) >= CORRELATED,
-    "static-resnet50": lambda numbers: numbers[0] == numbers[1],
-    "static-alexnet": lambda numbers: numbers[0] == 1 and numbers[2] == 2,
-    "delta-resnet50": lambda numbers: numbers[0] > 0,
-    "delta-vgg11": lambda numbers: numbers[-3] < ALIKE and numbers[-1] > 0,
-}
-"""Whether a claim holds, by the numbers in what `paper` says of it; a "better" or "above" makes a number negative."""
 
 
 def _gradients() -> list[Measured]:
     """What the jobs of Fig. 5 to 8 found at scale small."""
     found = []
     for path in sorted(PAPER_SMALL.glob("fig0[5-8].json")):
-        for key, words in json.loads(path.read_text(encoding="utf-8"))["claims"].items():
-            told = re.sub(r"ResNet50|VGG11", "", words)
-            turned = re.sub(r"([0-9.]+)(?= points (better|above))", r"-\1", told)
-            numbers = [float(number) for number in re.findall(r"-?[0-9.]+", turned)]
-            verdict = "holds" if numbers and _HOLDS[key](numbers) else "not here"
-            record = str(path.relative_to(DATA.parent.parent))
-            found.append(Measured(key, words, H200, SMALL_DATA, verdict, record))
+        said, record = json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(DATA.parent.parent))
+        for key, words in said["claims"].items():
+            found.append(Measured(key, words, H200, SMALL_DATA, said["verdicts"][key], record))
     return found
-
-
-def _or_as_printed(holds: pd.Series) -> str:
-    """The verdict on a claim that holds, or not, of the default method and of the printed one."""
-    return "holds" if holds.all() else "holds, not as printed" if holds["ags"] else "not here"
 
 
 def _accuracy(key: str, here: str, setting: str, verdict: str) -> Measured:

@@ -21,7 +21,7 @@ from tula_hpc.config import (
     ProfilingKind,
     Settings,
     Until,
-    to_plain,
+    write_settings,
 )
 from tula_hpc.control.budget import within_budget
 from tula_hpc.control.choosing import adaptive_round, fitted, limited, predicted, rows_of
@@ -94,15 +94,13 @@ class Controller:
 
     def write_down_the_run(self) -> None:
         """Put down who works on which run, with which settings; the first command's plan stays."""
-        import yaml
-
         self.run.create()
         if self.settings.until is Until.result:
             self.run.untrained.unlink(missing_ok=True)
         if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # else Slurm started this controller again, not a user
             self.journal.started(socket.gethostname(), shlex.join(self.command))
         # what `attach` and a controller job go on with: the settings as they were given last
-        write_text(self.run.config, yaml.safe_dump(to_plain(self.settings), sort_keys=False))
+        write_settings(self.run, self.settings)
         if not self.run.plan.exists():
             write_json(
                 self.run.plan,

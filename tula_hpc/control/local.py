@@ -156,6 +156,7 @@ class LocalScheduler:
         elif any(code not in (None, 0) for code in codes):
             job.failing_since = job.failing_since or time.monotonic()
             if None not in codes or time.monotonic() - job.failing_since > LAST_WORDS_S:
+                self._say_how_ranks_ended(job, codes)
                 # nobody but the kernel's memory killer sends SIGKILL to a rank that is not being ended by us
                 killed = -signal.SIGKILL in codes
                 self._end(job, QueueState.out_of_memory if killed else QueueState.failed)
@@ -165,6 +166,17 @@ class LocalScheduler:
                 self._end(job, QueueState.timeout)
             elif job.saves and not job.told and left_s < warning_before_end_s(job.time_limit_min):
                 self._tell(job)
+
+    @staticmethod
+    def _say_how_ranks_ended(job: _Job, codes: list[int | None]) -> None:
+        """In their logs, where they could not say it themselves; one that could has ended with 1."""
+        for code, log in zip(codes, job.logs, strict=True):
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name if -code in {each.value for each in signal.Signals} else "unknown"
+                log.write(f"\nthis process was ended by signal {-code} ({name})\n".encode())
+            elif code not in (None, 0, 1):
+                log.write(f"\nthis process ended by itself, with exit code {code}\n".encode())
+            log.flush()
 
     @staticmethod
     def _tell(job: _Job) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tula_hpc.paper import published
+from tula_hpc.paper.claims import ALIKE, CORRELATED, Answer, holds, or_as_printed
 from tula_hpc.paper.drawing import Panel, Series
 from tula_hpc.paper.findings import Findings, Folders, Result, gradients, metrics, result
 from tula_hpc.paper.scales import Run, Scale
@@ -29,7 +31,7 @@ def _plain(scale: Scale) -> list[Run]:
 
 
 def _against_batch(scale: Scale, folders: Folders) -> Findings:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model, name in published.MODELS.items():
         for batch in scale.batches[model]:
             ends = _ends(folders, [scale.training(model, batch, "lbt", seed) for seed in range(scale.seeds)])
@@ -48,9 +50,10 @@ def _against_batch(scale: Scale, folders: Folders) -> Findings:
     claims = {}
     if len(alexnet) > 1:
         first, last = alexnet[0], alexnet[-1]
-        claims["gap"] = (
+        claims["gap"] = Answer(
             f"{first['test_top1']:.1f} % to {last['test_top1']:.1f} % top-1 (batch {first['global_batch']} to "
-            f"{last['global_batch']})"
+            f"{last['global_batch']})",
+            holds(last["test_top1"] < first["test_top1"] - ALIKE),
         )
     return Findings(
         table,
@@ -111,8 +114,9 @@ def _norms(scale: Scale, folders: Folders) -> Findings:
     panels = [Panel("ResNet50", "samples", "gradient norm", series, y_scale="log")] if series else []
     if len(early) > 1 and np.isfinite([early[min(early)], early[max(early)]]).all():
         small, large = min(early), max(early)
-        claims["small-batch-norms"] = (
-            f"{early[small] / early[large]:.2g}x as large (batch {small} against {large}, first {EARLY_SHARE:.0%})"
+        claims["small-batch-norms"] = Answer(
+            f"{early[small] / early[large]:.2g}x as large (batch {small} against {large}, first {EARLY_SHARE:.0%})",
+            holds(early[small] > early[large]),
         )
     run = folders.get(_with_curvature(scale))
     if run is not None:
@@ -127,7 +131,8 @@ def _norms(scale: Scale, folders: Folders) -> Findings:
         ]))  # fmt: skip
         together = _rank_correlation(eigenvalue, norm)
         if math.isfinite(together):
-            claims["hessian"] = f"rank correlation {together:.2f} over {len(x)} epochs"
+            words = f"rank correlation {together:.2f} over {len(x)} epochs"
+            claims["hessian"] = Answer(words, holds(together >= CORRELATED))
         rows += [
             {"model": "VGG11", "epoch": e, "mean_norm": n, "hessian_eigenvalue": h}
             for e, n, h in zip(x, norm, eigenvalue, strict=True)
@@ -145,7 +150,7 @@ def _variability_runs(scale: Scale) -> list[Run]:
 
 
 def _variability(scale: Scale, folders: Folders) -> Findings:
-    rows, panels, words = [], [], []
+    rows, panels, correlations = [], [], {}
     for model in ("resnet50", "vgg11"):
         run, name = folders.get(scale.training(model, scale.table1[model][0])), published.MODELS[model]
         if run is None:
@@ -155,14 +160,19 @@ def _variability(scale: Scale, folders: Folders) -> Findings:
         gain = lines["test_top1"].diff().abs()
         together = _rank_correlation(list(delta.iloc[1:]), list(gain.iloc[1:]))
         if math.isfinite(together):
-            words.append(f"{together:.2f} ({name})")
+            correlations[name] = together
         for epoch, accuracy, median in zip(lines["epoch"], lines["test_top1"], delta, strict=True):
             rows.append({"model": name, "epoch": epoch, "test_top1": accuracy, "median_variability": median})
         panels.append(Panel(name, "epoch", "test accuracy (%), 100 x variability", [
             Series("test accuracy", list(lines["epoch"]), list(lines["test_top1"]), colour=0),
             Series("variability, median of the epoch", list(lines["epoch"]), list(100 * delta), "broken", colour=1),
         ]))  # fmt: skip
-    claims = {"variability": f"rank correlation with the accuracy's change {', '.join(words)}"} if words else {}
+    claims = {}
+    if correlations:
+        words = ", ".join(f"{together:.2f} ({name})" for name, together in correlations.items())
+        claims["variability"] = Answer(
+            f"rank correlation with the accuracy's change {words}", holds(min(correlations.values()) >= CORRELATED)
+        )
     return Findings(pd.DataFrame(rows), panels, claims, ["Variability is Eq. (5), each step."])
 
 
@@ -245,7 +255,8 @@ def _static_scaling(scale: Scale, folders: Folders) -> Findings:
         if len(plain) and len(scaled):
             better = scaled["s"][scaled["test_top1"] > plain["test_top1"].iloc[0]]
             which = f": s = {', '.join(map(str, better))}" if len(better) else ""
-            claims[f"static-{model}"] = f"{len(better)} of {len(scaled)}{which}"
+            as_said = list(better) == ([2] if model == "alexnet" else list(scaled["s"]))
+            claims[f"static-{model}"] = Answer(f"{len(better)} of {len(scaled)}{which}", holds(as_said))
         panels += [of_model, _shares_scaled(published.MODELS[model], scaled), _densities(scale, folders, model)]
     return Findings(
         table,
@@ -298,16 +309,18 @@ def _thresholds(scale: Scale, folders: Folders) -> Findings:
     both = both[both["s"] > 1]
     if len(both):
         worse = float((both["test_top1_half"] - both["test_top1"]).mean())
-        claims["delta-resnet50"] = f"{abs(worse):.1f} points {'worse' if worse > 0 else 'better'}, mean over s"
+        words = f"{abs(worse):.1f} points {'worse' if worse > 0 else 'better'}, mean over s"
+        claims["delta-resnet50"] = Answer(words, holds(worse > 0))
     vgg = _of(table, "vgg11")
     vgg = vgg[vgg["s"] > 1].sort_values("s")
     if len(vgg) > 1:
         largest, others = vgg.iloc[-1], vgg.iloc[:-1]
         ends, factors = others["test_top1"], ", ".join(map(str, others["s"]))
-        below = ends.mean() - largest["test_top1"]
-        claims["delta-vgg11"] = (
-            f"s = {factors} end {ends.max() - ends.min():.1f} points apart, s = {largest['s']} {abs(below):.1f} points "
-            f"{'below' if below > 0 else 'above'} their mean"
+        apart, below = ends.max() - ends.min(), ends.mean() - largest["test_top1"]
+        claims["delta-vgg11"] = Answer(
+            f"s = {factors} end {apart:.1f} points apart, s = {largest['s']} {abs(below):.1f} points "
+            f"{'below' if below > 0 else 'above'} their mean",
+            holds(apart < ALIKE and below > 0),
         )
     return Findings(table, panels, claims)
 
@@ -352,8 +365,14 @@ def _table(scale: Scale, folders: Folders) -> Findings:
         known = {m: (wide[m] - wide["lbt"]).dropna() for m in ("ags", "ags_paper") if {"lbt", m} <= set(wide.columns)}
         gains = {method: of_method for method, of_method in known.items() if len(of_method)}
         if gains:
-            claims["gain"] = "; ".join(f"{g.mean():.1f} points ({m}, {len(g)} rows)" for m, g in gains.items())
-            claims["never-worse"] = "; ".join(f"{int((g >= 0).sum())} of {len(g)} ({m})" for m, g in gains.items())
+            claims["gain"] = Answer(
+                "; ".join(f"{g.mean():.1f} points ({m}, {len(g)} rows)" for m, g in gains.items()),
+                or_as_printed({m: g.mean() >= published.MEAN_GAIN for m, g in gains.items()}),
+            )
+            claims["never-worse"] = Answer(
+                "; ".join(f"{int((g >= 0).sum())} of {len(g)} ({m})" for m, g in gains.items()),
+                or_as_printed({m: bool((g >= 0).all()) for m, g in gains.items()}),
+            )
     return Findings(
         table,
         panels,

@@ -128,7 +128,13 @@ def write(result: Result, scale: Scale, findings: Findings, folder: Path, displa
     write_text(place.with_suffix(".csv"), findings.table.to_csv(index=False))
     if findings.panels:
         drawing.save(findings.panels, place)
-    record = {"scale": scale.name, "claims": findings.claims, "panels": drawing.to_record(findings.panels)}
+    answers = _answers(scale, findings)
+    record = {
+        "scale": scale.name,
+        "claims": {key: answer.here for key, answer in answers.items()},
+        "verdicts": {key: answer.verdict for key, answer in answers.items()},
+        "panels": drawing.to_record(findings.panels),
+    }
     write_json(place.with_suffix(".json"), record)
     text = _page(result, scale, findings)
     write_text(place.with_suffix(".md"), text)
@@ -138,15 +144,19 @@ def write(result: Result, scale: Scale, findings: Findings, folder: Path, displa
 
 
 def _page(result: Result, scale: Scale, findings: Findings) -> str:
-    published = {claim.key: claim for claim in CLAIMS}
     lines = [f"# {result.title}", "", f"Scale `{scale.name}`: {scale.words}.", ""]
-    if findings.claims:
-        rows = [
-            (c.statement, c.published, findings.claims[c.key]) for c in published.values() if c.key in findings.claims
-        ]
-        lines += [markdown(pd.DataFrame(rows, columns=["claim", "paper", "here"])), ""]
+    if answers := _answers(scale, findings):
+        rows = [(c.statement, c.published, *answers[c.key]) for c in CLAIMS if c.key in answers]
+        lines += [markdown(pd.DataFrame(rows, columns=["claim", "paper", "here", "verdict"])), ""]
     lines += [markdown(findings.table), ""]
     return "\n".join([*lines, *(f"- {note}" for note in findings.notes)]) + "\n"
+
+
+def _answers(scale: Scale, findings: Findings) -> dict[str, claims.Answer]:
+    """To the claims; without verdicts where the scale says nothing about the paper."""
+    if scale.says_something:
+        return findings.claims
+    return {key: answer._replace(verdict="-") for key, answer in findings.claims.items()}
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from tula_hpc.paper.claims import Answer
 from tula_hpc.paper.scales import Run, Scale
 from tula_hpc.runs import RunFolder, read_json
 
@@ -24,8 +25,8 @@ class Findings:
 
     table: pd.DataFrame
     panels: list[Panel]
-    claims: dict[str, str] = field(default_factory=dict)
-    """Key of a claim -> what was measured, in words."""
+    claims: dict[str, Answer] = field(default_factory=dict)
+    """By the claim's key."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to compare it with the paper's, one sentence each."""
 

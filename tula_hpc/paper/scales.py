@@ -43,6 +43,8 @@ class Scale:
     static_scales: tuple[int, ...]
     curvature_samples: int
     """Samples that the Hessian's eigenvalue is computed on (Fig. 5)."""
+    says_something: bool = True
+    """About the paper; else no claim gets a verdict."""
     ranks_per_node: int = 1
     """Of the cluster at hand: the batch of a rank follows from it."""
 
@@ -186,6 +188,7 @@ SMOKE = Scale(
     words="one tiny net in the place of all four: whether everything works, and nothing about the paper",
     profiled=dict.fromkeys(_PAPER, (*_TINY, *_TINY_GRID)),
     trained=dict.fromkeys(_PAPER, (*_TINY, *_TINY_TRAINING)),
+    says_something=False,
     nodes=1,
     local_nodes=2,
     seeds=1,

@@ -16,6 +16,7 @@ from tula_hpc.models.knee import find_knee
 from tula_hpc.models.search import SearchMode, next_round
 from tula_hpc.models.step_time import StepTimeFit
 from tula_hpc.paper import published
+from tula_hpc.paper.claims import LINEAR_PERCENT, Answer, against, elsewhere, holds, speedup
 from tula_hpc.paper.drawing import Panel, Series
 from tula_hpc.paper.findings import Findings, Folders, Result, candidates, largest_clusters, points
 from tula_hpc.paper.scales import Run, Scale
@@ -66,7 +67,7 @@ def _epoch_times(scale: Scale, folders: Folders) -> Findings:
         panels.append(Panel(name, "global batch", "epoch time", series, "batch", "seconds"))
         columns = ["num_nodes", "batch_per_rank", "global_batch", "epoch_s", "measured_step_time_s"]
         tables.append(table[columns].assign(model=name))
-        claims[f"plateau-{model}"] = plateau(table[table["num_nodes"] == sizes[-1]])
+        claims[f"plateau-{model}"] = plateau(model, table[table["num_nodes"] == sizes[-1]])
         if len(sizes) == 2:
             claims |= against_nodes(model, table, *sizes)
     return Findings(
@@ -80,27 +81,31 @@ def _epoch_times(scale: Scale, folders: Folders) -> Findings:
     )
 
 
-def plateau(rows: pd.DataFrame) -> str:
-    """The first batch whose double saves less than a tenth of the epoch."""
+def plateau(model: str, rows: pd.DataFrame) -> Answer:
+    """The first batch whose double saves less than a tenth of the epoch; rows of one cluster."""
     rows = rows.sort_values("global_batch")
     batch, seconds = rows["global_batch"].to_numpy(), rows["epoch_s"].to_numpy()
     flat = np.flatnonzero(seconds[1:] > 0.9 * seconds[:-1])
-    return f"{batch[flat[0]]:g}" if len(flat) else f"beyond {batch[-1]:g}"
+    at = batch[flat[0]] if len(flat) else batch[-1]
+    verdict = elsewhere(at, published.PLATEAU[model], largest=batch[-1])
+    return Answer(f"{at:g}" if len(flat) else f"beyond {at:g}", verdict)
 
 
-def against_nodes(model: str, table: pd.DataFrame, few: int, many: int) -> dict[str, str]:
+def against_nodes(model: str, table: pd.DataFrame, few: int, many: int) -> dict[str, Answer]:
     """Twice the nodes at the same global batch, and at the same batch a node."""
     claims = {}
     by_batch = table.pivot_table(index="global_batch", columns="num_nodes", values="epoch_s").dropna()
     if model == "mobilenetv3" and len(by_batch):
         at = 1024 if 1024 in by_batch.index else by_batch.index[0]
-        claims["fewer-nodes-faster"] = f"{by_batch.loc[at, many] / by_batch.loc[at, few]:.2f}x the time (batch {at:g})"
+        times = by_batch.loc[at, many] / by_batch.loc[at, few]
+        verdict = "holds" if times > 2 else "hardly here" if times > 1 else "not here"
+        claims["fewer-nodes-faster"] = Answer(f"{times:.2f}x the time (batch {at:g})", verdict)
     by_rank = table.pivot_table(index="batch_per_rank", columns="num_nodes", values="epoch_s").dropna()
     if model == "resnet50" and len(by_rank):
         at = 32 if 32 in by_rank.index else by_rank.index[0]
         saved = 1 - by_rank.loc[at, many] / by_rank.loc[at, few]
         words = f"{abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'} time"
-        claims["weak-scaling"] = f"{words} ({few} to {many} nodes, {at:g} a rank)"
+        claims["weak-scaling"] = Answer(f"{words} ({few} to {many} nodes, {at:g} a rank)", holds(saved > 0))
     return claims
 
 
@@ -137,7 +142,8 @@ def _memory_parts(scale: Scale, folders: Folders) -> Findings:
     for key, part in (("activation-linear", "activation"), ("batch-linear", "batch")):
         if len(joined) and (joined["part"] == part).any():
             rows = joined[joined["part"] == part]
-            claims[key] = f"a line is off by {rows['largest_error_percent'].max():.2g} % at most"
+            off = rows["largest_error_percent"].max()
+            claims[key] = Answer(f"a line is off by {off:.2g} % at most", holds(off < LINEAR_PERCENT))
     return Findings(joined, panels, claims, ["Lines are least squares through the measured parts of one rank's peak."])
 
 
@@ -165,7 +171,8 @@ def _predictions(scale: Scale, folders: Folders) -> Findings:
         panels.append(Panel(f"{name}, {cluster}", "global batch", "training time", series, "batch", "seconds",
                             marks=marks))  # fmt: skip
         tables.append(table.assign(knee=knee, chosen=chosen, paper_knee=published.KNEE[model]))
-        claims[f"knee-{model}"] = f"{knee:g} ({cluster})"
+        verdict = elsewhere(knee, published.KNEE[model], largest=max(batch))
+        claims[f"knee-{model}"] = Answer(f"{knee:g} ({cluster})", verdict)
     return Findings(
         _joined(tables),
         panels,
@@ -216,7 +223,9 @@ def _memory_prices(scale: Scale, folders: Folders) -> Findings:
         tables.append(table[columns].assign(model=name, chosen=chosen))
         largest = table[table["num_nodes"] == table["num_nodes"].max()]
         best = largest.sort_values("cost").iloc[0]
-        claims[f"memory-price-{model}"] = f"{best['global_batch']:g} ({best['num_nodes']:g} nodes)"
+        at = best["global_batch"]
+        verdict = elsewhere(at, published.CHEAPEST_BY_MEMORY[model], largest=largest["global_batch"].max())
+        claims[f"memory-price-{model}"] = Answer(f"{at:g} ({best['num_nodes']:g} nodes)", verdict)
     notes = ["$0.15 for an hour and GiB of the memory in use, measured or else predicted, over all ranks."]
     return Findings(_joined(tables), panels, claims, notes)
 
@@ -242,17 +251,17 @@ def _errors(scale: Scale, folders: Folders) -> Findings:
         rows.append(_row(name, "memory, partial search", memory["memory_gib"], memory["memory_gib_seen"]))
     table = pd.DataFrame(rows, columns=["model", "what", "points", "median_percent", "p90_percent", "largest_percent"])
     named = {
-        "full-error": "time, full search",
-        "partial-error": "time, partial search",
-        "memory-error": "memory, partial search",
+        "full-error": ("time, full search", published.FULL_ERROR_PERCENT),
+        "partial-error": ("time, partial search", published.PARTIAL_ERROR_PERCENT),
+        "memory-error": ("memory, partial search", published.MEMORY_ERROR_PERCENT),
     }
     panels = []
-    for key, what in named.items():
+    for key, (what, said) in named.items():
         medians = table[(table["what"] == what) & table["median_percent"].notna()]
         if len(medians):
             low, high = medians["median_percent"].min(), medians["median_percent"].max()
             ends = dict.fromkeys(f"{end:.2g}" for end in (low, high))
-            claims[key] = f"{' to '.join(ends)} %"
+            claims[key] = Answer(f"{' to '.join(ends)} %", against(high, said))
             bars = [
                 Series(words, list(range(len(medians))), list(medians[f"{words}_percent"]), "bars", colour)
                 for colour, words in enumerate(("median", "p90"))
@@ -300,8 +309,8 @@ def _speedups(scale: Scale, folders: Folders) -> Findings:
                 "paper": published.SPEEDUP[model],
             }
         )
-        speedup = float(f"{float(str(rows[-1]['speedup_of_fastest'])):.2g}")  # two digits
-        claims[f"speedup-{model}"] = f"{speedup:g}x"
+        times = float(f"{naive['train_s'] / fastest_s:.2g}")  # two digits
+        claims[f"speedup-{model}"] = Answer(f"{times:g}x", speedup(times, model))
     bars = [
         Series(words, list(range(len(rows))), [float(str(row[column])) for row in rows], "bars", colour)
         for colour, (words, column) in enumerate(

@@ -48,8 +48,8 @@ def forward(model: Any, loss_fn: Any, inputs: Any, targets: Any) -> tuple[Any, T
     """Outputs and loss.
 
     Raises:
-        TulaError: If the model does not take one argument, or the outputs' shape does not belong to targets that are
-            class indices.
+        TulaError: If the model does not take one argument, the outputs' shape does not belong to targets that are
+            class indices, or the loss is not one number.
     """
     try:
         outputs = model(inputs)
@@ -69,7 +69,11 @@ def forward(model: Any, loss_fn: Any, inputs: Any, targets: Any) -> tuple[Any, T
                 "(batch, classes) or (batch, classes, tokens): outputs.transpose(1, 2) where the classes came last. "
                 "Integer targets that are no class indices can be told by a tuple or a dict around them"
             )
-    return outputs, loss_fn(outputs, targets)
+    loss = loss_fn(outputs, targets)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TulaError(f"workload.loss gave {what}; let it give one number, as a tensor: the mean over the batch")
+    return outputs, loss
 
 
 def _refuse_other_arguments(model: torch.nn.Module, inputs: Any) -> None:

@@ -37,6 +37,8 @@ _DEVICE_MEMORY = re.compile(
 # The last is what a data loader says of a worker that the kernel has killed.
 _HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory|killed by signal: Killed")
 # The beginning of DDP's words on a second step after one that left a parameter out.
+LONGEST_MESSAGE = 2000
+"""Characters of a rank's last words; some libraries print whole tensors."""
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 # How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
 _WAITED = re.compile(
@@ -100,6 +102,7 @@ def _last_words(error: BaseException, me: Rank | None, warning: EarlyWarning) ->
         message = ". ".join(message.split(". ")[:2]).splitlines()[0]
     elif not in_words:
         message += f" ({_place(error)})"
+    message = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} ..."
     return {
         "kind": kind,
         "message": message if isinstance(error, TimeIsUp) else f"rank {rank} on {host}: {message}",

@@ -37,9 +37,19 @@ def call(node: dict[str, Any], **more: Any) -> Any:
 
 
 def build_model(settings: Settings) -> torch.nn.Module:
-    """The model, the same on every rank: its random weights follow `training.seed`."""
+    """The model, the same on every rank: its random weights follow `training.seed`.
+
+    Raises:
+        TulaError: If it is no module, or has nothing to train.
+    """
     torch.manual_seed(settings.training.seed)
-    return call(settings.workload.model)
+    model = call(settings.workload.model)
+    name = settings.workload.model["_target_"]
+    if not isinstance(model, torch.nn.Module):
+        raise TulaError(f"workload.model, {name}, gives a {type(model).__name__}; let it give a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TulaError(f"workload.model, {name}, gives a model without a parameter that requires gradients")
+    return model
 
 
 def build_loss(settings: Settings, device: torch.device) -> Any:
@@ -52,7 +62,7 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
     """The training or test set, cut to `data.train_samples` or `data.test_samples`.
 
     Raises:
-        TulaError: If it holds fewer samples than the configuration says.
+        TulaError: If it is no map-style data set, or holds fewer samples than the configuration says.
     """
     wanted = settings.train_samples if train else settings.test_samples
     workload = settings.workload
@@ -64,10 +74,15 @@ def build_dataset(settings: Settings, train: bool) -> SizedDataset:
         return cast(SizedDataset, images)
     dataset = call(workload.dataset, root=Path(settings.data.root).expanduser(), train=train)
     part = "train_samples" if train else "test_samples"
-    if len(dataset) < wanted:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        name = workload.dataset["_target_"]
         raise TulaError(
-            f"workload.{part} is {wanted} and the data set holds {len(dataset)}; set workload.{part}={len(dataset)}"
+            f"workload.dataset, {name}, gives a {type(dataset).__name__}; let it give a data set with __len__ and "
+            "__getitem__"
         )
+    if len(dataset) < wanted:
+        way_out = f"set workload.{part}={len(dataset)}" if len(dataset) else "look at data.root and workload.dataset"
+        raise TulaError(f"workload.{part} is {wanted} and the data set holds {len(dataset)}; {way_out}")
     if len(dataset) == wanted:
         return cast(SizedDataset, dataset)
     # a fixed draw, not the first ones: many data sets are sorted by class
