@@ -289,6 +289,18 @@ def test_accuracies_count_every_test_sample_once(tiny_settings: Callable[..., Se
         assert line["test_top5"] >= line["test_top1"]
 
 
+@pytest.mark.parametrize(("lr", "epochs"), [(0.05, 3), (1e30, 1)])
+def test_a_training_without_finite_weights_ends(
+    tiny_settings: Callable[..., Settings], tmp_path: Path, lr: float, epochs: int
+):
+    """After the first epoch that leaves them so, with a result that says it; one that learns goes through all."""
+    settings = tiny_settings("method=lbt", f"training.lr={lr}", "training.warmup_epochs=0", "training.epochs=3")
+    run = RunFolder(tmp_path / "run")
+    train(settings, Candidate(1, 32), ALONE, run, CPU, EarlyWarning(), Heartbeat(None))
+    result = read_json(run.train_result)
+    assert (result["epochs"], result["diverged"], len(run.read_metrics())) == (epochs, epochs < 3, epochs)
+
+
 def test_the_metrics_have_the_promised_keys(tiny_settings: Callable[..., Settings], tmp_path: Path):
     """Each line of metrics.jsonl holds what other tools read from it."""
     run = RunFolder(tmp_path / "run")

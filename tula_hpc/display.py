@@ -231,6 +231,11 @@ class Display:
         if any(line["test_loss"] is None for line in run.read_metrics()):
             rate = "method.lars_lr" if result["method"] == "lars" else "training.lr"
             self.explain(f"the loss was not finite in some epochs: the training diverged; lower {rate}")
+        if result.get("diverged"):
+            self.explain(
+                f"after epoch {result['epochs']} some weights were no finite numbers, so it ended there, with the "
+                "accuracy that it had; where the loss is none from the first step on, look at the model and the data"
+            )
         self._where(run)
 
     def untrained(self, run: RunFolder) -> None:

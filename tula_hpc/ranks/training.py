@@ -98,7 +98,7 @@ def train(
     if hyper.trace_gradients and me.is_first:
         trace = GradientTrace(run.gradients, optimizer, candidate.global_batch, samples_at_start)
     writer = _tensorboard(run) if me.is_first else None
-    settled = False
+    settled = diverged = False
     saved_at = shown_at = time.monotonic()
     start = {
         "samples_at_start": samples_at_start,
@@ -231,14 +231,16 @@ def train(
         memory_gib = torch.tensor([peak_bytes(device) / GIB], device=device)
         if dist.is_initialized():
             dist.all_reduce(memory_gib, op=dist.ReduceOp.MAX)
+        # of the samples since the last start; unknown if it came after the epoch's last one
+        train_loss = loss_sum / count if count else math.nan
+        tested = evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, at_each_batch)
         line = {
             "epoch": epoch + 1,
             "samples": (epoch + 1) * num_samples,
             "lr": lr,
-            # of the samples since the last start; unknown if it came after the epoch's last one
-            "train_loss": loss_sum / count if count else math.nan,
+            "train_loss": train_loss,
             "train_top1": 100 * correct_sum / count if count else math.nan,
-            **evaluate(settings, model, loss_fn, test_set, eval_batch, me, device, at_each_batch),
+            **tested,
             **facts,
             "num_nodes": candidate.num_nodes,
             "step_time_s": (trained_at - timed_since) / steps if steps else math.nan,
@@ -257,11 +259,23 @@ def train(
             save(epoch + 1, 0)
             _write_progress(run, settings, (epoch + 1) * num_samples, num_samples, start)
             saved_at = time.monotonic()
+        no_loss = not (math.isfinite(train_loss) or math.isfinite(tested["test_loss"]))  # alike on all ranks
+        if no_loss and _is_lost(model, device):  # more epochs would only cost
+            diverged = True
+            break
 
     if me.is_first:
         if writer is not None:
             writer.close()
-        _write_result(run, settings, candidate, facts, began)
+        _write_result(run, candidate, {**facts, "diverged": diverged}, began)
+
+
+def _is_lost(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a weight on any rank is no finite number any more: no training comes back from that."""
+    lost = torch.stack([~p.detach().isfinite().all() for p in model.parameters()]).any().float().to(device)
+    if dist.is_initialized():
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+    return bool(lost)
 
 
 def _now(device: torch.device) -> float:
@@ -401,9 +415,7 @@ def _write_progress(
     write_json(run.progress, {"samples": samples, "of_samples": total, "time": time.time(), **start})
 
 
-def _write_result(
-    run: RunFolder, settings: Settings, candidate: Candidate, facts: dict[str, Any], began: float
-) -> None:
+def _write_result(run: RunFolder, candidate: Candidate, facts: dict[str, Any], began: float) -> None:
     """The manifest of the whole training, written last."""
     lines = run.read_metrics()
     # an earlier attempt may have trained with a larger batch, or on other nodes
@@ -415,7 +427,7 @@ def _write_result(
     write_json(
         run.train_result,
         {
-            "epochs": settings.training.epochs,
+            "epochs": lines[-1]["epoch"],
             "num_nodes": candidate.num_nodes,
             "batch_per_rank": candidate.batch_per_rank,
             **facts,
