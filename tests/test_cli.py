@@ -130,6 +130,15 @@ def test_a_mistake_in_one_run_of_a_sweep_is_told_before_the_first_begins(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_finished_sweep_is_shown_whatever_could_go_wrong_now(tmp_path: Path, smallest: list[str]):
+    """As one finished run is: nothing is to be done for it."""
+    sweep = [*smallest, "until=choice", "-m", "training.lr=0.1,0.2"]
+    assert tula(tmp_path, *sweep).returncode == 0
+    again = tula(tmp_path, *sweep, "cluster.poll_interval_s=-1")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("run folder: ") == 2
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [("os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11 (SIGSEGV)"), ("os._exit(7)", "with exit code 7")],

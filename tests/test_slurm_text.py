@@ -328,6 +328,16 @@ def test_several_partitions_may_be_asked_for(
     assert all(words in problem for problem in problems if words)
 
 
+@pytest.mark.parametrize(
+    ("partition", "expected"), [("gpu", 60), ("large", None), ("gpu,large", 60), ("gpu,short", 30), (None, None)]
+)
+def test_a_job_may_take_what_all_of_its_partitions_allow(partition: str | None, expected: int | None):
+    """The shortest limit counts, as Slurm may start it in any of them."""
+    limits = {"gpu": "1:00:00", "large": "infinite", "short": "30:00"}
+    offered = {name: slurm_commands.Partition(4, limit, False) for name, limit in limits.items()}
+    assert slurm_commands.longest_job_min(partition, offered) == expected
+
+
 def test_weights_that_the_settings_leave_open_are_refused_before_anything_is_submitted(
     monkeypatch: pytest.MonkeyPatch, tiny_settings: Callable[..., Settings]
 ):

@@ -196,6 +196,9 @@ def _runs_of_sweep(arguments: list[str]) -> list[RunFolder]:
         for settings in composed:
             if settings.cluster.kind is ClusterKind.auto:
                 settings.cluster.kind = kind
-    if problems := dict.fromkeys(problem for settings in composed for problem in check(settings)):
+    runs = {folder_of(settings): settings for settings in composed}
+    # finished ones are shown even where code or data are gone meanwhile
+    to_go = [settings for run, settings in runs.items() if not run.is_finished]
+    if problems := dict.fromkeys(problem for settings in to_go for problem in check(settings)):
         raise ConfigError(list(problems))
-    return list(dict.fromkeys(folder_of(settings) for settings in composed))
+    return list(runs)

@@ -235,7 +235,7 @@ def _cluster_of_controller(settings: Settings) -> ClusterSettings:
 def _time_limit_min(settings: Settings, controller: ControllerSettings) -> int:
     partitions = slurm_commands.partitions()
     name = controller.partition or slurm_commands.partition_used(_cluster_of_controller(settings), partitions)
-    longest = slurm_commands.minutes(partitions[name].time_limit) if name in partitions else None
+    longest = slurm_commands.longest_job_min(name, partitions)
     return min(controller.time_limit_min, longest or controller.time_limit_min)
 
 

@@ -247,13 +247,13 @@ class Replanning:
         settings, running, fits = self.settings, self.jobs.candidate(attempt), read_json(self.run.fit)
         price, objective = price_of(settings.of_type(running.node_type)), settings.objective
         left = progress["of_samples"] - progress["samples"]
+        if left <= 0:
+            return None, "Nothing of the training is left."
         ran_out = {
             self.jobs.candidate(a)
             for a in self.journal.state().of(TRAIN)
             if a.verdict is not None and a.verdict in self.jobs.too_large(a.node_type)
         }
-        if left <= 0:
-            return None, "Nothing of the training is left."
         epochs = left / settings.train_samples
         table = predicted_on(settings, running.node_type, fits, price, drifted=fit, epochs=epochs, ran_out=ran_out)
         probed = self.moving.probed(attempt)

@@ -141,7 +141,7 @@ class SlurmScheduler:
     def longest_job_min(self, node_type: str) -> int | None:
         partitions = slurm_commands.partitions()
         name = slurm_commands.partition_used(self._settings.of_type(node_type).cluster, partitions)
-        return None if name not in partitions else slurm_commands.minutes(partitions[name].time_limit)
+        return slurm_commands.longest_job_min(name, partitions)
 
     def max_attempts(self) -> int | None:
         return slurm_commands.max_array_elements()

@@ -164,6 +164,12 @@ def partition_used(cluster: ClusterSettings, offered: Mapping[str, Partition]) -
     return cluster.partition or next((name for name, partition in offered.items() if partition.is_default), None)
 
 
+def longest_job_min(partition: str | None, offered: Mapping[str, Partition]) -> int | None:
+    """Minutes that a job may take in the partition, or in each of several; None where nothing bounds it or is known."""
+    limits = [minutes(offered[name].time_limit) for name in (partition or "").split(",") if name in offered]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def memory_gib_per_node(cluster: ClusterSettings) -> float | None:
     """Host memory of the smallest node of the partition in use, GiB; None if the site does not say."""
     name = partition_used(cluster, partitions())

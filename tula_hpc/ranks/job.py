@@ -36,9 +36,9 @@ _DEVICE_MEMORY = re.compile(
 )
 # The last is what a data loader says of a worker that the kernel has killed.
 _HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory|killed by signal: Killed")
-# The beginning of DDP's words on a second step after one that left a parameter out.
 LONGEST_MESSAGE = 2000
 """Characters of a rank's last words; some libraries print whole tensors."""
+# The beginning of DDP's words on a second step after one that left a parameter out.
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 # How a rank finds out that another one does not come to a collective, or is gone (gloo, NCCL, torch's store).
 _WAITED = re.compile(
